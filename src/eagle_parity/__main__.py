@@ -1,0 +1,5 @@
+"""`python -m eagle_parity`."""
+
+from eagle_parity.cli.main import run
+
+run()

@@ -1,0 +1,1 @@
+"""Which rows stand for the same token, and what the ranks hold together."""

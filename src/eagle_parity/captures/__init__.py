@@ -1,0 +1,1 @@
+"""Run something and record it: the HF forward, the live SGLang server. The only place that may import either."""

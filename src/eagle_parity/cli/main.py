@@ -1,0 +1,88 @@
+"""The `eagle-parity` command: the tree of commands, and how errors become exit codes.
+
+Commands import what they need when they run, so that `--help` loads neither torch nor sglang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import click
+import typer
+
+from eagle_parity import __version__
+from eagle_parity.cli import compare, dump_serving, dump_training, gate, output, which_layers
+from eagle_parity.errors import EagleParityError
+
+BUG = 70
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="eagle-parity",
+    help="Does the live server feed an EAGLE-3 draft the hidden states it was trained on?\n\n"
+    "Exit codes: 0 pass, 1 parity failed, 2 usage or unreadable input, 3 inconclusive, 4 environment, 70 bug, "
+    "130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+dump = typer.Typer(
+    help="Record the hidden states of one side into a dump.", no_args_is_help=True, rich_markup_mode=None
+)
+dump.command("training")(dump_training.command)
+dump.command("serving", context_settings={"allow_interspersed_args": False})(dump_serving.command)
+app.add_typer(dump, name="dump")
+app.command("compare")(compare.command)
+app.command("which-layers")(which_layers.command)
+app.command("gate")(gate.command)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"eagle-parity {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    del version
+
+
+def main(args: list[str]) -> int:
+    """Run one command line and return its exit code. A user's mistake never shows a traceback."""
+    as_json = output.wants_json(args)
+    try:
+        result = app(args, standalone_mode=False)
+    except click.ClickException as error:
+        if not as_json:
+            error.show()
+        return output.show_error("usage", error.format_message(), "see --help", 2, as_json=as_json, quiet=not as_json)
+    except EagleParityError as error:
+        return output.show_error(error.code, error.message, error.fix, error.exit_code, as_json=as_json)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("interrupted; nothing was kept", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout went away (`| head`): not an error, and nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        return output.show_error(
+            "bug",
+            f"{type(error).__name__}: {error}",
+            "this is a bug in eagle-parity: report it with the traceback above",
+            BUG,
+            as_json=as_json,
+        )
+    return result if isinstance(result, int) else 0
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Rows and facts -> findings. One rule a fault."""

@@ -1,0 +1,1 @@
+"""The draft checkpoint: its config and what it declares."""

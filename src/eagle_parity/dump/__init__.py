@@ -1,0 +1,16 @@
+"""The dump format on disk: `open_dump` and `DumpWriter`."""
+
+from eagle_parity.dump.opened import Dump, is_dump, open_dump
+from eagle_parity.dump.writer import DEFAULT_CAP, DumpWriter, check_size, check_target, human, planned_bytes
+
+__all__ = [
+    "DEFAULT_CAP",
+    "Dump",
+    "DumpWriter",
+    "check_size",
+    "check_target",
+    "human",
+    "is_dump",
+    "open_dump",
+    "planned_bytes",
+]

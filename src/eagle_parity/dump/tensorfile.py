@@ -1,0 +1,232 @@
+"""A safetensors file read and written row by row.
+
+The safetensors library maps whole files (mapped pages count as resident memory) and writes from tensors that are
+all in memory at once. A dump of 61 boundaries is larger than both allow, so rows go through fixed buffers here.
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
+(https://github.com/huggingface/safetensors, README, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_parity.errors import EnvironmentFailure, InputError
+
+MAX_HEADER = 100_000_000  # the safetensors library's own limit, in bytes
+
+DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors spelling of a dtype; InputError for one that the format lacks."""
+    try:
+        return NAMES[dtype]
+    except KeyError:
+        raise InputError(
+            f"tensors of {dtype} cannot be stored in safetensors", fix="convert them to a float or integer dtype"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file: dtype (safetensors spelling), shape, and the absolute file offset of its data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The parsed and checked header of a safetensors file; reads rows on demand."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows [begin, end) of a tensor in its own dtype. A scalar or whole tensor with the defaults.
+
+        Raises InputError when the file has become shorter than its header promised.
+        """
+        entry = self.entries[name]
+        rows = entry.shape[0] if entry.shape else 1
+        end = rows if end is None else end
+        shape = (end - begin, *entry.shape[1:]) if entry.shape else ()
+        buffer = torch.empty(shape, dtype=DTYPES[entry.dtype])
+        self.read_into(name, begin, buffer)
+        return buffer
+
+    def read_into(self, name: str, begin: int, buffer: torch.Tensor) -> None:
+        """Fill a contiguous buffer of the tensor's dtype with the rows from `begin` on."""
+        entry = self.entries[name]
+        if buffer.numel() == 0:
+            return
+        view = buffer.view(-1).view(torch.uint8).numpy().data
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(entry.offset + begin * entry.row_bytes)
+            done = 0
+            while done < len(view):
+                got = file.readinto(view[done:])
+                if not got:
+                    raise InputError(
+                        f"{self.path}: tensor {name} ends early (the file changed while it was read)",
+                        fix="capture again, and do not write into a dump",
+                    )
+                done += got
+
+
+def _broken(path: Path, why: str) -> InputError:
+    return InputError(f"{path}: not a usable safetensors file: {why}", fix="write the file again; it is damaged")
+
+
+def open_tensorfile(path: Path) -> TensorFile:
+    """Read and check a header: names, dtypes, and that every shape agrees with its bytes and the file's size.
+
+    Raises InputError naming the file and what is wrong with it.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            if len(head) < 8:
+                raise _broken(path, f"{size} bytes are too few for a header")
+            (length,) = struct.unpack("<Q", head)
+            if length > min(MAX_HEADER, size - 8):
+                raise _broken(path, f"the header claims {length} bytes, the file has {size}")
+            raw = file.read(length)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}", fix="check the path and its permissions") from error
+    try:
+        header: Any = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _broken(path, f"the header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _broken(path, "the header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _broken(path, "__metadata__ is not an object")
+    data = 8 + length
+    entries = {name: _entry(path, name, value, data, size) for name, value in header.items()}
+    return TensorFile(path, entries, {str(k): str(v) for k, v in metadata.items()})
+
+
+def _entry(path: Path, name: str, value: Any, data: int, size: int) -> Entry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        ok = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        ok = False
+    if not ok:
+        raise _broken(path, f"the header entry of {name!r} is malformed")
+    if dtype not in DTYPES:
+        raise _broken(path, f"tensor {name!r} has unknown dtype {dtype!r}")
+    want = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != want:
+        raise _broken(path, f"tensor {name!r}: shape {list(shape)} of {dtype} needs {want} bytes, has {end - begin}")
+    if data + end > size:
+        raise _broken(path, f"tensor {name!r} needs {data + end} bytes of file, there are {size} (truncated?)")
+    return Entry(dtype, shape, data + begin)
+
+
+class TensorFileWriter:
+    """Writes a safetensors file whose shapes are known beforehand, in any order of rows, in flat memory."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[str, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create the file and write its header. `tensors`: name -> (dtype in safetensors spelling, shape)."""
+        self.path = path
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        offset = 0
+        # Widest dtype first keeps every tensor aligned, as the safetensors library does.
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -DTYPES[item[1][0]].itemsize):
+            size = math.prod(shape) * DTYPES[dtype].itemsize
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        base = 8 + len(raw)
+        self._entries = {
+            name: Entry(value["dtype"], tuple(value["shape"]), base + value["data_offsets"][0])
+            for name, value in header.items()
+            if name != "__metadata__"
+        }
+        with disk_errors(path):
+            self._file = path.open("wb")
+            self._file.write(struct.pack("<Q", len(raw)) + raw)
+            # Sparse until written: a hole reads as zeros, so the caller must write every row.
+            self._file.truncate(base + offset)
+
+    def write(self, name: str, begin: int, rows: torch.Tensor) -> None:
+        """Write rows from index `begin` on; dtype and trailing shape must be those announced."""
+        entry = self._entries[name]
+        if dtype_name(rows.dtype) != entry.dtype or tuple(rows.shape[1:]) != entry.shape[1:]:
+            raise ValueError(f"{name}: announced {entry}, got {rows.dtype} {tuple(rows.shape)}")
+        if begin + rows.shape[0] > entry.shape[0]:
+            raise ValueError(f"{name}: rows {begin}..{begin + rows.shape[0]} are beyond {entry.shape[0]}")
+        if rows.numel() == 0:
+            return
+        data = rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        with disk_errors(self.path):
+            self._file.seek(entry.offset + begin * entry.row_bytes)
+            self._file.write(data.data)
+
+    def close(self) -> None:
+        """Flush to disk."""
+        with disk_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close without promise; the caller deletes the file."""
+        self._file.close()
+
+
+class disk_errors:
+    """Turns OSError while writing `path` into EnvironmentFailure with the remedy."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise EnvironmentFailure(
+                f"cannot write {self._path}: {error.strerror or error}",
+                fix="free disk space or choose another place with -o",
+            ) from error

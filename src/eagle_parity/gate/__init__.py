@@ -1,0 +1,1 @@
+"""A report -> one line a finding, and the exit code."""

@@ -1,0 +1,1 @@
+"""Training files as they lie on disk -> capture. One file a format."""
