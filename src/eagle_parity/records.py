@@ -330,6 +330,8 @@ class Layers:
     stored: tuple[Boundary, ...] | None = None
     served: tuple[Boundary | None, ...] | None = None
     declared: tuple[Boundary | None, ...] | None = None
+    trained_from: str | None = None
+    """Who says what the draft was trained on."""
     ranking: tuple[Mapping[str, Any], ...] = ()
     ambiguous: bool = False
 

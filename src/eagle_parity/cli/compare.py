@@ -1,5 +1,44 @@
-"""placeholder, being written."""
+"""`eagle-parity compare TRAINING SERVING`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_parity.cli import options, output
+
+if TYPE_CHECKING:
+    from eagle_parity.records import Report
 
 
-def command() -> None:
-    """x"""
+def command(
+    training: options.Training,
+    serving: options.Serving,
+    draft: options.DraftOption = None,
+    floor: options.FloorOption = None,
+    format: options.FormatOption = options.Format.table,
+    report: options.ReportOption = None,
+) -> int:
+    """Does each slot that the server feeds hold the boundary that the draft was trained on?
+
+    Aligns both dumps by token, measures every slot on every rank against every stored boundary, and names what is
+    wrong. Exit code: 0 pass, 1 fail, 3 inconclusive.
+    """
+    targets = options.report_targets(report)
+    return output.deliver(measure(training, serving, draft, tuple(floor or ())), format, targets)
+
+
+def measure(training: Path, serving: Path, draft: Path | None, floors: tuple[Path, ...]) -> Report:
+    """Open both sides, measure and diagnose."""
+    from eagle_parity.diagnosis import declared_boundaries, diagnose, study
+    from eagle_parity.draft.checkpoint import open_draft
+    from eagle_parity.dump import open_dump
+
+    ours, theirs = open_dump(training), open_dump(serving)
+    ids = None if draft is None else open_draft(draft).declared_ids
+    with output.measuring(len(theirs.tokens.token_ids)) as step:
+        case = study(ours, theirs, ids, floors=tuple(open_dump(path) for path in floors), step=step)
+        if ids is None and theirs.facts.draft is not None:
+            ids = theirs.facts.draft.declared_ids
+        declared = None if ids is None else declared_boundaries(ours.facts, theirs.facts, ids)
+        return diagnose(case, declared)

@@ -1,5 +1,249 @@
-"""placeholder, being written."""
+"""`eagle-parity dump serving`: record what a live SGLang server hands to its draft."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
+
+if TYPE_CHECKING:
+    from eagle_parity.captures.prompts import Prompt
+    from eagle_parity.captures.server import Server
+    from eagle_parity.captures.sglang import Recording
+
+CAPTURE_DIR = "EAGLE_PARITY_CAPTURE_DIR"
 
 
-def command() -> None:
-    """x"""
+@dataclass(frozen=True)
+class _Probing:
+    max_new_tokens: int
+    warm_cache: bool
+
+
+def command(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", envvar="EAGLE_PARITY_OUTPUT", help="The dump to write.")
+    ],
+    tokens_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DUMP",
+            envvar="EAGLE_PARITY_TOKENS_FROM",
+            help="Send the token ids of this dump, a training dump mostly.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="EAGLE_PARITY_PROMPTS",
+            help="Send these prompts through the server's own tokenizer and chat template.",
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="EAGLE_PARITY_SERVER", help="A server that runs with the capture plugin."),
+    ] = None,
+    launch: Annotated[
+        bool, typer.Option("--launch", help="Start a server with what follows `--`, and stop it at the end.")
+    ] = False,
+    capture_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", envvar=CAPTURE_DIR, help="With --server: the server's own EAGLE_PARITY_CAPTURE_DIR."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", envvar="EAGLE_PARITY_MAX_NEW_TOKENS", help="Tokens generated a prompt, for verify rows."
+        ),
+    ] = 8,
+    warm_cache: Annotated[
+        bool,
+        typer.Option(
+            "--warm-cache",
+            envvar="EAGLE_PARITY_WARM_CACHE",
+            help="Let probes find prefixes in the server's cache; tokens found there have no rows.",
+        ),
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", envvar="EAGLE_PARITY_LIMIT", help="Only the first N prompts.")
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="S",
+            envvar="EAGLE_PARITY_TIMEOUT",
+            help="Seconds for the server to start, and for one answer.",
+        ),
+    ] = 600.0,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", envvar="EAGLE_PARITY_MAX_BYTES", help="Refuse a larger dump.  [default: 64 GiB]"
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
+    server_command: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- CMD...]", help="The server's command, for --launch.")
+    ] = None,
+) -> None:
+    """Record what a live SGLang server hands to its draft, on every tensor-parallel rank.
+
+    The server needs the capture plugin: eagle-parity installed in its Python environment, and
+    EAGLE_PARITY_CAPTURE_DIR set when it starts. --launch does the latter.
+    """
+    from eagle_parity.dump import DEFAULT_CAP, check_target
+
+    words = server_command or []
+    _check_choice(server, launch, words, prompts, tokens_from)
+    check_target(output, overwrite=overwrite)
+    wanted = _prompts(prompts, tokens_from)[:limit]
+    with _site(server, words, capture_dir, timeout) as (running, directory):
+        probing = _Probing(max_new_tokens, warm_cache)
+        _record(running, directory, wanted, probing, output, max_bytes or DEFAULT_CAP, overwrite)
+
+
+def _check_choice(
+    server: str | None, launch: bool, words: list[str], prompts: Path | None, tokens_from: Path | None
+) -> None:
+    if launch == (server is not None):
+        raise UsageError(
+            "give either --server URL or --launch -- CMD…" + (", not both" if launch else ""),
+            fix="--server records from a server that runs already, --launch starts one",
+        )
+    if launch and not words:
+        raise UsageError(
+            "--launch needs the server's command", fix="append it: --launch -- python -m sglang.launch_server …"
+        )
+    if words and not launch:
+        raise UsageError(f"unexpected argument {words[0]!r}", fix="a server's command follows --launch --")
+    if (prompts is None) == (tokens_from is None):
+        raise UsageError(
+            "give either --tokens-from DUMP or --prompts FILE" + ("" if prompts is None else ", not both"),
+            fix="--tokens-from sends a dump's token ids; --prompts sends text through the server's tokenizer",
+        )
+
+
+def _prompts(path: Path | None, tokens_from: Path | None) -> list[Prompt]:
+    from eagle_parity.captures.prompts import Prompt, load_prompts
+
+    if path is not None:
+        return load_prompts(path)
+    from eagle_parity.captures.replay import replay
+    from eagle_parity.dump import open_dump
+
+    assert tokens_from is not None
+    found = replay(open_dump(tokens_from).tokens)
+    for sentence in found.skipped:
+        _say(f"warning: {tokens_from}: {sentence}")
+    if not found.sequences:
+        raise InputError(
+            f"{tokens_from} holds no sequence that begins at position 0, so there is nothing to send",
+            fix="give a training dump, or a serving dump of prompts that did not come from a prefix cache",
+        )
+    return [Prompt(sequence.id, token_ids=sequence.token_ids) for sequence in found.sequences]
+
+
+@contextmanager
+def _site(
+    server: str | None, words: list[str], capture_dir: Path | None, timeout: float
+) -> Iterator[tuple[Server, Path]]:
+    from eagle_parity.captures.server import API_KEY, connect, launched
+
+    if server is None:
+        with launched(words, timeout=timeout, say=_say) as started:
+            yield started
+        return
+    running = connect(server, timeout=timeout, api_key=os.environ.get(API_KEY))
+    if capture_dir is None:
+        from eagle_parity.captures.sglang import restart_advice
+
+        version = running.info()["version"]
+        raise EnvironmentFailure(
+            f"{running.url} runs SGLang {version}, but neither --capture-dir nor {CAPTURE_DIR} says where its capture "
+            "plugin writes",
+            fix=restart_advice(),
+        )
+    yield running, capture_dir
+
+
+def _record(
+    server: Server, directory: Path, prompts: list[Prompt], probing: _Probing, output: Path, cap: int, overwrite: bool
+) -> None:
+    from eagle_parity.captures.sglang import capture, check, estimate
+    from eagle_parity.cli.output import progress
+    from eagle_parity.dump import DumpWriter, check_size, human, planned_bytes
+
+    site = check(server, directory)
+    expected = estimate(site, prompts, probing.max_new_tokens)
+    check_size(expected, output, cap)
+    _say(
+        f"SGLang {site.info['version']}, {len(site.hellos)} ranks, {len(prompts)} prompts, about "
+        f"{human(planned_bytes(expected))}"
+    )
+    with progress() as bar:
+        task = bar.add_task("probing", total=len(prompts))
+        recording = capture(
+            site,
+            prompts,
+            max_new_tokens=probing.max_new_tokens,
+            warm_cache=probing.warm_cache,
+            progress=lambda done, what: bar.update(task, completed=done, description=what[:40]),
+        )
+        try:
+            task = bar.add_task("writing", total=recording.stream.plan.tokens)
+            with DumpWriter(output, recording.stream.plan, overwrite=overwrite, cap=cap) as writer:
+                for sample in recording.stream.samples:
+                    writer.add(sample)
+                    bar.advance(task, len(sample.token_ids))
+                writer.revise(recording.facts())
+        finally:
+            recording.discard()
+    for message in recording.messages:
+        _say(message)
+    _say_notes(recording)
+    print(_summary(output, recording))
+
+
+def _say_notes(recording: Recording) -> None:
+    notes = recording.notes
+    if notes.unequal:
+        _say(
+            f"warning: the draft was not given what the target computed in {notes.unequal} of {notes.compared} rows; "
+            "the slots hold what the draft was given"
+        )
+    if notes.shifted:
+        _say(
+            f"warning: the draft was not given the next tokens beside the states of {notes.shifted[0]} "
+            f"and {len(set(notes.shifted)) - 1} more prompts"
+        )
+
+
+def _summary(output: Path, recording: Recording) -> str:
+    from eagle_parity.dump import human, planned_bytes
+
+    plan = recording.stream.plan
+    specs = next(iter(plan.tensors.values()))
+    widths = {spec.width for own in plan.tensors.values() for spec in own}
+    rows = " + ".join(f"{count} {phase}" for phase, count in recording.phases.items())
+    accept = "unknown" if recording.accept_length is None else f"{recording.accept_length:.2f}"
+    slots = f"{len(specs)} slots of {'/'.join(map(str, sorted(widths)))} {specs[0].dtype}"
+    return (
+        f"{output}: {len(plan.tensors)} ranks, {slots}, {rows} tokens, {human(planned_bytes(plan))}, "
+        f"accept length {accept}\n{recording.facts().source.detail}"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

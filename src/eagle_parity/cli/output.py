@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from eagle_parity.cli.options import Format
+from eagle_parity.errors import EnvironmentFailure
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+    from eagle_parity.records import Report
 
 SCHEMA_VERSION = 1
 
@@ -65,3 +72,58 @@ def progress() -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
+
+
+@contextmanager
+def measuring(rows: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over token rows; yields the function to call with the number of rows done."""
+    with progress() as bar:
+        task = bar.add_task("comparing", total=rows)
+        yield lambda done: bar.advance(task, done)
+
+
+def render(report: Report, format: Format, *, width: int | None = None) -> str:
+    """A report as text; a terminal's colours are left to `deliver`."""
+    if format is Format.json:
+        from eagle_parity.report import to_json
+
+        return to_json(report) + "\n"
+    import io
+
+    from rich.console import Console
+
+    from eagle_parity.report import print_table
+
+    text = io.StringIO()
+    print_table(report, Console(file=text, width=width or 120, highlight=False))
+    return text.getvalue()
+
+
+def deliver(report: Report, format: Format, targets: Sequence[tuple[Format, Path]]) -> int:
+    """Print a report, write the files asked for, and return its exit code."""
+    from eagle_parity.gate import exit_code
+
+    for kind, path in targets:
+        write_text(path, render(report, kind))
+    if format is Format.table:
+        from rich.console import Console
+
+        from eagle_parity.report import print_table
+
+        print_table(report, Console(highlight=False))
+    else:
+        sys.stdout.write(render(report, format))
+    return exit_code(report.verdict)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step: whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise EnvironmentFailure(
+            f"cannot write {path}: {error.strerror}", fix="free disk space or choose another place"
+        ) from error

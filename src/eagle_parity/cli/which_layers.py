@@ -1,5 +1,65 @@
-"""placeholder, being written."""
+"""`eagle-parity which-layers --draft D TRAINING [SERVING]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle_parity.cli import options, output
+from eagle_parity.errors import UsageError
+
+if TYPE_CHECKING:
+    from eagle_parity.records import Engine, Report
 
 
-def command() -> None:
-    """x"""
+def command(
+    training: options.Training,
+    serving: Annotated[Path | None, typer.Argument(help="The serving dump.", show_default=False)] = None,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", envvar="EAGLE_PARITY_DRAFT", help="The draft checkpoint (required).")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine", metavar="sglang==VERSION", help="Without SERVING: the engine to judge the config for."
+        ),
+    ] = None,
+    format: options.FormatOption = options.Format.table,
+    report: options.ReportOption = None,
+) -> int:
+    """Which layers, in which order: trained on, fed by the server, declared by the config; and the line to write.
+
+    The trained order is the training dump's declaration (`dump training --slots`).
+    """
+    if draft is None:
+        raise UsageError("which-layers needs the draft checkpoint", fix="give it with --draft DIR")
+    targets = options.report_targets(report)
+    return output.deliver(measure(training, serving, draft, parse_engine(engine)), format, targets)
+
+
+def measure(training: Path, serving: Path | None, draft: Path, engine: Engine | None = None) -> Report:
+    """Open what is given and put the answers side by side."""
+    from eagle_parity.diagnosis import compare_layers, declare_layers, study
+    from eagle_parity.draft.checkpoint import open_draft
+    from eagle_parity.dump import open_dump
+
+    checkpoint, ours = open_draft(draft), open_dump(training)
+    if serving is None:
+        return declare_layers(ours, checkpoint, engine)
+    theirs = open_dump(serving)
+    with output.measuring(len(theirs.tokens.token_ids)) as step:
+        return compare_layers(study(ours, theirs, checkpoint.declared_ids, step=step), checkpoint)
+
+
+def parse_engine(text: str | None) -> Engine | None:
+    """`sglang==0.5.23` -> Engine. UsageError for anything else."""
+    from eagle_parity.records import Engine
+
+    if text is None:
+        return None
+    name, separator, version = text.partition("==")
+    if name != "sglang" or not separator or not version[:1].isdigit():
+        raise UsageError(f"--engine {text!r} is not sglang==VERSION", fix="for example --engine sglang==0.5.23")
+    return Engine(name=name, version=version)

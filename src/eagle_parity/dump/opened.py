@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from eagle_parity.dump import manifest
-from eagle_parity.dump.tensorfile import TensorFile, open_tensorfile
 from eagle_parity.dump.writer import ROWS
 from eagle_parity.errors import InputError, NotADumpError
 from eagle_parity.records import FINAL_NORM, Facts, IntArray, Request, TensorSpec, Tokens
+from eagle_parity.tensorfile import TensorFile, open_tensorfile
 
 _RANK_FILE = re.compile(r"rank-(\d{4,})(?:-(\d{5}))?\.safetensors")
 _TENSOR = re.compile(r"(boundary|slot|residual)\.(\d+)")

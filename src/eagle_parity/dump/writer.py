@@ -15,9 +15,9 @@ import torch
 
 from eagle_parity import __version__
 from eagle_parity.dump import manifest
-from eagle_parity.dump.tensorfile import DTYPES, TensorFileWriter, disk_errors, dtype_name
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 from eagle_parity.records import Facts, Plan, Request, Sample, TensorSpec
+from eagle_parity.tensorfile import DTYPES, TensorFileWriter, disk_errors, dtype_name
 
 DEFAULT_CAP = 64 * 2**30  # bytes; `--max-bytes` raises it
 ROWS = "rows"

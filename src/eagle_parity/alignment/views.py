@@ -1,0 +1,139 @@
+"""One tensor of one side, read by token row whatever way the ranks hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from eagle_parity.records import Capture, IntArray
+
+BLOCK_BYTES = 4 * 2**20  # of float32 rows: a block of each side fits in a core's cache
+
+
+def blocks(count: int, width: int) -> Iterator[slice]:
+    """Consecutive slices of `count` rows, each of about BLOCK_BYTES in float32."""
+    step = max(1, BLOCK_BYTES // (4 * max(width, 1)))
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+def gather(capture: Capture, rank: int, name: str, stored: IntArray) -> torch.Tensor:
+    """Stored rows of a tensor by index, [len(stored), W]; neighbouring indexes are read in one go."""
+    if len(stored) == 0:
+        return capture.read(rank, name, 0, 0)
+    cuts = np.flatnonzero(np.diff(stored) != 1) + 1
+    runs = np.split(stored, cuts)
+    parts = [capture.read(rank, name, int(run[0]), int(run[-1]) + 1) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A tensor on one rank. `index` maps a token row to its stored row, -1 where the rank does not hold it."""
+
+    capture: Capture
+    rank: int
+    name: str
+    width: int
+    index: IntArray | None
+
+    def read(self, rows: IntArray) -> torch.Tensor:
+        """Token rows, [len(rows), W]. The rank must hold them (see `holds`)."""
+        return gather(self.capture, self.rank, self.name, rows if self.index is None else self.index[rows])
+
+    def holds(self, rows: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of the token rows the rank holds."""
+        if self.index is None:
+            return np.ones(len(rows), dtype=bool)
+        return self.index[rows] >= 0
+
+
+def rank_view(capture: Capture, rank: int, name: str) -> RankView:
+    """The view of a tensor on one rank."""
+    rows = capture.rows(rank, name)
+    index = None
+    if rows is not None:
+        index = np.full(len(capture.tokens.token_ids), -1, dtype=np.int64)
+        index[rows] = np.arange(len(rows))
+    return RankView(capture, rank, name, capture.spec(rank, name).width, index)
+
+
+class View(Protocol):
+    """A whole tensor, [rows, width] for any token rows that it covers."""
+
+    @property
+    def width(self) -> int:
+        """Width of a row."""
+
+    def read(self, rows: IntArray) -> torch.Tensor:
+        """Token rows, [len(rows), width]."""
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """Hidden shards side by side, in rank order."""
+
+    views: tuple[RankView, ...]
+
+    @property
+    def width(self) -> int:
+        """Sum of the shards' widths."""
+        return sum(view.width for view in self.views)
+
+    def read(self, rows: IntArray) -> torch.Tensor:
+        """Token rows of all shards, joined along the hidden dimension."""
+        return torch.cat([view.read(rows) for view in self.views], dim=-1)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Token shards: each row from the first rank that holds it."""
+
+    views: tuple[RankView, ...]
+
+    @property
+    def width(self) -> int:
+        """Width of every shard."""
+        return self.views[0].width
+
+    def read(self, rows: IntArray) -> torch.Tensor:
+        """Token rows, each from a rank that holds it."""
+        out: torch.Tensor | None = None
+        open_rows = np.ones(len(rows), dtype=bool)
+        for view in self.views:
+            mine = open_rows & view.holds(rows)
+            if not mine.any():
+                continue
+            part = view.read(rows[mine])
+            if out is None:
+                out = torch.zeros((len(rows), self.width), dtype=part.dtype)
+            out[torch.from_numpy(mine)] = part
+            open_rows &= ~mine
+        if out is None:
+            return self.views[0].read(rows[:0])
+        return out
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Partial sums added over the ranks, minus `excess` times the part that every rank holds (`residual`)."""
+
+    views: tuple[RankView, ...]
+    residual: RankView | None = None
+    excess: int = 0
+
+    @property
+    def width(self) -> int:
+        """Width of every rank's tensor."""
+        return self.views[0].width
+
+    def read(self, rows: IntArray) -> torch.Tensor:
+        """Token rows of the sum, float32."""
+        total = sum((view.read(rows).float() for view in self.views[1:]), self.views[0].read(rows).float())
+        if self.residual is not None:
+            total = total - self.excess * self.residual.read(rows).float()
+        return total

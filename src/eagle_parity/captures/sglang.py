@@ -1,0 +1,546 @@
+"""The serving capture: probes sent through a live SGLang server, and what its ranks captured put together.
+
+`check` asks the server and the plugin's hellos what there is, `capture` sends the probes and gives a Stream. Nothing of
+the server is changed; a probe has its own name space in the prefix cache, so that no cached prefix hides its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_parity.captures.forwards import Answer, Forward, Probe
+from eagle_parity.captures.prompts import Prompt
+from eagle_parity.captures.server import Server
+from eagle_parity.captures.spool import (
+    CAPTURE_DIR,
+    Hello,
+    Record,
+    Spool,
+    new_dump_key,
+    probe_id,
+    probe_number,
+    read_hellos,
+)
+from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
+from eagle_parity.records import Draft, Engine, Facts, Model, Plan, Sample, Source, Stream, TensorSpec, slot_name
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_NEW_TOKENS = 8
+DEFAULT_SLOTS = 3  # what SGLang captures where a draft declares nothing
+_HELLO_SECONDS = 10.0  # a shared file system may be late
+_RECORD_SECONDS = 60.0  # after the last answer
+_POLL_SECONDS = 0.05
+
+# Server arguments that decide what a captured state is (facts/sglang-internals.md, section 5).
+FLAGS = (
+    "kv_cache_dtype",
+    "nnodes",
+    "device",
+    "attention_backend",
+    "enable_dp_attention",
+    "attn_cp_size",
+    "moe_a2a_backend",
+    "moe_dense_tp_size",
+    "enable_two_batch_overlap",
+    "enable_attn_tp_input_scattered",
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "enable_flashinfer_allreduce_fusion",
+    "flashinfer_allreduce_fusion_backend",
+    "disable_cuda_graph",
+    "cuda_graph_config",
+    "cuda_graph_backend_decode",
+    "cuda_graph_backend_prefill",
+    "disable_overlap_schedule",
+    "chunked_prefill_size",
+    "disable_radix_cache",
+    "enable_return_aux_hidden_states",
+    "return_aux_hidden_state_layer_ids",
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server that can be captured from: its arguments, and the newest hello of every rank expected to capture."""
+
+    server: Server
+    info: Mapping[str, Any]
+    capture_dir: Path
+    hellos: Mapping[int, Hello]
+
+    @property
+    def model(self) -> Model:
+        """The target, as the engine loaded it."""
+        facts = next(iter(self.hellos.values())).model
+        known = {key: facts.get(key) for key in ("architecture", "hidden_size", "num_layers", "vocab_size", "dtype")}
+        quantization = facts.get("quantization") or self.info.get("quantization")
+        return Model(name=_base(self.info.get("model_path")), quantization=quantization, **known)
+
+    @property
+    def draft(self) -> Draft | None:
+        """The draft's name and the ids that its config declares where SGLang reads them."""
+        path = self.info.get("speculative_draft_model_path")
+        facts = next((hello.draft for hello in self.hellos.values() if hello.draft), None)
+        if not path and facts is None:
+            return None
+        ids = (facts or {}).get("declared_ids")
+        return Draft(name=_base(path), declared_ids=None if ids is None else tuple(int(i) for i in ids))
+
+    @property
+    def engine(self) -> Engine:
+        """Version, parallel sizes and the flags that decide what a captured state is."""
+        sizes = {key: _size(self.info.get(key)) for key in ("tp_size", "dp_size", "pp_size", "ep_size")}
+        flags = {key: _flag(key, self.info[key]) for key in FLAGS if key in self.info}
+        return Engine("sglang", str(self.info["version"]), flags=flags, **sizes)
+
+
+@dataclass
+class Notes:
+    """What was seen while the samples were read; complete when the last sample is out."""
+
+    compared: int = 0
+    """Rows of which it is known what the target gave and what the draft was given."""
+    unequal: int = 0
+    """Those where the two differ."""
+    shifted: list[str] = field(default_factory=list)
+    """Prompts whose tokens the draft was not given shifted by one."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A capture: its stream, what it measured, one sentence for each thing to know, and how to tidy up."""
+
+    stream: Stream
+    notes: Notes
+    messages: tuple[str, ...]
+    accept_length: float | None
+    phases: Mapping[str, int]
+    discard: Callable[[], None]
+
+    def facts(self) -> Facts:
+        """The final facts, to be asked for when the stream is exhausted: they say what the slots are."""
+        facts = self.stream.plan.facts
+        return replace(facts, source=replace(facts.source, detail=_detail(self.notes)))
+
+
+# ----------------------------------------------------------------------------------------------------- before
+
+
+def check(server: Server, capture_dir: Path) -> Site:
+    """Ask a server what it is, and its plugin whether it can capture on every rank.
+
+    Raises EnvironmentFailure for a server that is down, is no SGLang, has no draft, does not load the plugin, has an
+    SGLang that the plugin does not fit, or lacks ranks.
+    """
+    info = server.info()
+    if not info.get("speculative_algorithm"):
+        raise EnvironmentFailure(
+            f"{server.url} serves {_base(info.get('model_path'))} without a draft (speculative_algorithm is null), so "
+            "there is nothing that it hands to one",
+            fix="start it with --speculative-algorithm EAGLE3 and --speculative-draft-model-path",
+        )
+    deadline = time.monotonic() + _HELLO_SECONDS
+    while True:
+        hellos = read_hellos(capture_dir)
+        ranks = _ranks(hellos)
+        expected = _expected(info, ranks)
+        if hellos and (hellos[-1].error or not expected - set(ranks)):
+            break
+        if time.monotonic() > deadline or not capture_dir.is_dir():
+            break
+        time.sleep(_POLL_SECONDS)
+    if not hellos:
+        raise EnvironmentFailure(
+            f"the server at {server.url} has left no sign of the capture plugin in {capture_dir}", fix=restart_advice()
+        )
+    broken = hellos[-1].error or next((hello.error for hello in ranks.values() if hello.error), None)
+    if broken:
+        raise EnvironmentFailure(
+            f"the capture plugin does not fit the server's SGLang {info['version']}: {broken}",
+            fix="serve with an SGLang that it knows (0.5.23), or install a newer eagle-parity beside the server",
+        )
+    absent = sorted(expected - set(ranks))
+    if absent:
+        raise EnvironmentFailure(
+            f"the capture plugin runs on {_names(sorted(ranks))} and not on {_names(absent)} of {len(expected)}",
+            fix=f"install eagle-parity and set {CAPTURE_DIR} on every host of the server, to one shared directory",
+        )
+    return Site(server, info, capture_dir, {rank: ranks[rank] for rank in sorted(expected)})
+
+
+def restart_advice() -> str:
+    """How to get the plugin into a server."""
+    return (
+        "restart the server with the plugin: run `pip install eagle-parity` in the server's own Python environment, "
+        f"start it with {CAPTURE_DIR}=DIR in its environment (DIR on a disk that this machine sees too), and give "
+        "--capture-dir DIR here; or let eagle-parity start it with --launch -- CMD…"
+    )
+
+
+def _ranks(hellos: Sequence[Hello]) -> dict[int, Hello]:
+    """The newest hello of each rank that captures: data-parallel replica 0, last pipeline stage."""
+    return {
+        hello.rank: hello
+        for hello in hellos
+        if hello.rank is not None and hello.dp_rank == 0 and hello.pp_rank == hello.pp_size - 1
+    }
+
+
+def _expected(info: Mapping[str, Any], ranks: Mapping[int, Hello]) -> set[int]:
+    """The ranks that take part in replica 0's forwards."""
+    everyone = int(info["tp_size"])
+    if not info.get("enable_dp_attention"):
+        return set(range(everyone))
+    # Data-parallel attention splits the ranks into groups with tokens of their own; which ranks are in group 0, the
+    # hellos say.
+    part = everyone // (_size(info.get("dp_size")) or 1)
+    return set(ranks) if len(ranks) >= part else set(ranks) | set(range(part))
+
+
+def estimate(site: Site, prompts: Sequence[Prompt], max_new_tokens: int) -> Plan:
+    """A plan about as large as the dump will be, to be checked before a probe is sent. Text counts 3 bytes a token."""
+    model, draft = site.model, site.draft
+    ids = draft.declared_ids if draft else None
+    slots = len(ids) if ids else DEFAULT_SLOTS
+    tree = int(site.info.get("speculative_num_draft_tokens") or 1)
+    tokens = sum(_length(prompt) + max_new_tokens * tree for prompt in prompts)
+    specs = [
+        TensorSpec(slot_name(j), model.hidden_size or 0, "F32" if model.dtype == "float32" else "BF16")
+        for j in range(slots)
+    ]
+    return Plan(Facts("serving", Source("sglang"), model), tokens, dict.fromkeys(site.hellos, specs))
+
+
+def _length(prompt: Prompt) -> int:
+    if prompt.token_ids is not None:
+        return len(prompt.token_ids)
+    texts = [prompt.text or "", *(str(message.get("content", "")) for message in prompt.messages or ())]
+    return sum(len(text.encode()) // 3 + 1 for text in texts)
+
+
+# ---------------------------------------------------------------------------------------------------- probing
+
+
+def capture(
+    site: Site,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
+    warm_cache: bool = False,
+    progress: Callable[[int, str], None] = lambda _, __: None,
+) -> Recording:
+    """Send the prompts one after the other, and collect what every rank captured of them.
+
+    Token ids go to /generate as they are, text to /generate, messages to /v1/chat/completions: tokenizer and chat
+    template are the server's own. Unless `warm_cache` is set, a probe finds nothing in the prefix cache. The stream has
+    one sample a prompt and forward, prefill first, with `slot.J` [T, W] of each rank. Raises InputError for token ids
+    outside the vocabulary, EnvironmentFailure for a request that fails, a rank that writes nothing, records lost to a
+    full disk or a cap, ranks that disagree about the tokens, or prompt rows that are missing without being cached.
+    """
+    _check_ids(site, prompts)
+    key = new_dump_key()
+    spool = Spool(site.capture_dir, key)
+    try:
+        answers = []
+        for number, prompt in enumerate(prompts):
+            progress(number, prompt.id)
+            answers.append(_ask(site, prompt, probe_id(key, number), max_new_tokens, warm_cache))
+        # Forwards are launched in the same order everywhere and each rank writes in order: when a rank has written this
+        # one, it has written, or given up, all before it.
+        sentinel = len(prompts)
+        _ask(site, Prompt("sentinel", token_ids=(_some_token(prompts),)), probe_id(key, sentinel), 1, warm_cache)
+        progress(len(prompts), "collecting")
+        records = _collect(site, spool, key, sentinel)
+        probes = [
+            Probe.make(prompt, answer, {rank: records[rank].get(number, []) for rank in records})
+            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        return _recording(site, probes, spool)
+    except BaseException:
+        spool.discard()
+        raise
+
+
+def _check_ids(site: Site, prompts: Sequence[Prompt]) -> None:
+    if not prompts:
+        raise UsageError("there is nothing to send: no prompts", fix="give at least one prompt")
+    size = site.model.vocab_size
+    for prompt in prompts:
+        for place, token in enumerate(prompt.token_ids or ()):
+            if token < 0 or (size is not None and token >= size):
+                raise InputError(
+                    f"prompt {prompt.id}: token {place} has id {token}, the server's model has {size} tokens",
+                    fix="the tokens belong to another model: use a dump or prompts made for this one",
+                )
+
+
+def _some_token(prompts: Sequence[Prompt]) -> int:
+    return next((prompt.token_ids[0] for prompt in prompts if prompt.token_ids), 1)
+
+
+def _ask(site: Site, prompt: Prompt, rid: str, max_new_tokens: int, warm_cache: bool) -> Answer:
+    common: dict[str, Any] = {"rid": rid}
+    if not warm_cache:
+        # A name space of its own in the prefix cache: a prefix that is already there would not be computed again, and
+        # an uncomputed row cannot be captured.
+        common["extra_key"] = rid
+    if (_size(site.info.get("dp_size")) or 1) > 1:
+        common["routed_dp_rank"] = 0
+    try:
+        if prompt.messages is None:
+            given = {"text": prompt.text} if prompt.token_ids is None else {"input_ids": list(prompt.token_ids)}
+            sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+            reply = site.server.generate({**common, **given, "sampling_params": sampling})
+            return Answer(_ids(reply.get("output_ids")), reply.get("meta_info") or {})
+        reply = site.server.chat(
+            {
+                **common,
+                "model": site.info.get("served_model_name") or "default",
+                "messages": [dict(message) for message in prompt.messages],
+                "temperature": 0,
+                "max_tokens": max_new_tokens,
+                "return_meta_info": True,
+                "return_token_ids": True,
+            }
+        )
+        choice = (reply.get("choices") or [{}])[0]
+        return Answer(_ids(choice.get("response_token_ids")), choice.get("meta_info") or {})
+    except EnvironmentFailure as error:
+        raise EnvironmentFailure(f"prompt {prompt.id}: {error.message}", fix=error.fix) from error
+
+
+def _ids(value: Any) -> tuple[int, ...] | None:
+    return tuple(value) if isinstance(value, list) and all(type(i) is int for i in value) else None
+
+
+def _collect(site: Site, spool: Spool, key: str, sentinel: int) -> dict[int, dict[int, list[Record]]]:
+    """rank -> probe number -> records in order, once every rank has written the sentinel."""
+    found: dict[int, dict[int, list[Record]]] = {rank: {} for rank in site.hellos}
+    deadline = time.monotonic() + min(_RECORD_SECONDS, site.server.timeout)
+    while True:
+        for record in spool.poll():
+            number = probe_number(record.header.probe, key)
+            if number is not None and record.header.rank in found:
+                found[record.header.rank].setdefault(number, []).append(record)
+        silent = [rank for rank, probes in found.items() if sentinel not in probes]
+        if not silent:
+            break
+        if time.monotonic() > deadline:
+            raise _missing(site, found, silent)
+        time.sleep(_POLL_SECONDS)
+    _check_lost(found)
+    for probes in found.values():
+        for records in probes.values():
+            records.sort(key=lambda record: record.header.order)
+    return found
+
+
+def _missing(site: Site, found: Mapping[int, Mapping[int, object]], silent: Sequence[int]) -> EnvironmentFailure:
+    wrote = [rank for rank in found if found[rank]]
+    hosts = ", ".join(f"rank {rank}: process {site.hellos[rank].pid} on {site.hellos[rank].host}" for rank in silent)
+    if not wrote:
+        what = f"no rank wrote a record into {site.capture_dir}, although the server answered"
+        fix = "check that this is the capture directory of the server that runs now, and see the server's log"
+    else:
+        what = f"{_names(silent)} did not finish writing into {site.capture_dir} ({_names(wrote)} wrote something)"
+        fix = "check that this rank is alive, that its disk is not full and that all hosts share the directory"
+    return EnvironmentFailure(f"{what}; waited for {hosts}", fix=fix)
+
+
+def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
+    lost = [
+        record.header
+        for probes in found.values()
+        for records in probes.values()
+        for record in records
+        if record.header.kind == "lost"
+    ]
+    if not lost:
+        return
+    ranks = sorted({header.rank for header in lost})
+    raise EnvironmentFailure(
+        f"the capture is incomplete: {_names(ranks)} lost {len(lost)} records; the first: {lost[0].reason}",
+        fix="send fewer or shorter prompts (--limit), or make room in the capture directory",
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- stream
+
+
+def _recording(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
+    ordered = sorted(
+        ((probe, forward) for probe in probes for forward in probe.forwards),
+        key=lambda item: item[1].phase != "prefill",
+    )
+    specs = {rank: _specs(site, [forward.given[rank] for _, forward in ordered]) for rank in site.hellos}
+    slots = max(len(own) for own in specs.values())
+    lengths = [probe.answer.meta for probe in probes]
+    accept_length = _accept_length(lengths)
+    draft = site.draft
+    facts = Facts(
+        side="serving",
+        source=Source("sglang", str(site.info["version"])),
+        model=site.model,
+        engine=site.engine,
+        draft=None
+        if draft is None
+        else Draft(draft.name, draft.declared_ids, num_slots=slots, spec_accept_length=accept_length),
+        slots=slots,
+    )
+    tokens = sum(len(forward.token_ids) for _, forward in ordered)
+    phases: dict[str, int] = {}
+    for _, forward in ordered:
+        phases[forward.phase] = phases.get(forward.phase, 0) + len(forward.token_ids)
+    columns = ("parents", "accepted") if "verify" in phases else ()
+    notes = Notes()
+    plan = Plan(facts, tokens, specs, columns=columns)
+    stream = Stream(plan, _samples(ordered, specs, notes))
+    return Recording(stream, notes, _messages(site, probes, phases), accept_length, phases, spool.discard)
+
+
+def _specs(site: Site, records: Sequence[Record]) -> list[TensorSpec]:
+    shapes = {(record.width, record.dtype) for record in records}
+    rank = records[0].header.rank
+    if len(shapes) != 1:
+        raise EnvironmentFailure(
+            f"rank {rank} gave hidden states of more than one shape: "
+            + ", ".join(f"{width} wide {dtype}" for width, dtype in sorted(shapes)),
+            fix="capture prefill and the rest apart; report it with the server's arguments",
+        )
+    width, dtype = shapes.pop()
+    hidden = site.model.hidden_size
+    draft = site.draft
+    declared = len(draft.declared_ids) if draft and draft.declared_ids else DEFAULT_SLOTS
+    # Normally the slots are hidden-wide. Where they are not, they are shards, and only their number can be known.
+    slots = width // hidden if hidden and width % hidden == 0 else declared
+    if width % slots:
+        raise EnvironmentFailure(
+            f"rank {rank}: the draft is given {width} values a token, which are neither slots of {hidden} nor {slots} "
+            "slots of one width",
+            fix="check the draft's config: num_aux_hidden_states and eagle_aux_hidden_state_layer_ids",
+        )
+    return [TensorSpec(slot_name(j), width // slots, dtype) for j in range(slots)]
+
+
+def _samples(
+    ordered: Sequence[tuple[Probe, Forward]], specs: Mapping[int, Sequence[TensorSpec]], notes: Notes
+) -> Iterator[Sample]:
+    for probe, forward in ordered:
+        header = forward.header
+        yield Sample(
+            probe.prompt.id,
+            forward.token_ids,
+            forward.positions,
+            {rank: _slots(probe, forward, rank, own, notes) for rank, own in specs.items()},
+            phase=forward.phase,
+            batch=header.batch,
+            graph=header.graph,
+            forward_tokens=header.forward_tokens,
+            cached_tokens=probe.cached if forward.phase == "prefill" else None,
+            parents=forward.parents,
+            accepted=forward.accepted,
+        )
+
+
+def _slots(
+    probe: Probe, forward: Forward, rank: int, specs: Sequence[TensorSpec], notes: Notes
+) -> dict[str, torch.Tensor]:
+    """The slots of one rank: what the draft was given, on the rows where that was seen, else what the target gave."""
+    import torch
+
+    given = forward.given[rank].hidden()
+    received = forward.received.get(rank)
+    if received is not None:
+        rows = forward.path
+        ours, theirs = given[rows], received.hidden()[: len(rows)]
+        notes.compared += len(rows)
+        if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+            notes.unequal += int((ours.view(torch.uint8) != theirs.view(torch.uint8)).any(dim=1).sum())
+            given[rows] = theirs
+        else:
+            notes.unequal += len(rows)
+        _check_shift(probe, forward, received, notes)
+    width = specs[0].width
+    return {spec.name: given[:, j * width : (j + 1) * width] for j, spec in enumerate(specs)}
+
+
+def _check_shift(probe: Probe, forward: Forward, received: Record, notes: Notes) -> None:
+    """EAGLE pairs the state at t with the embedding of token t + 1; see that the draft was given those tokens."""
+    if forward.phase == "prefill" and received.integers("token_ids")[: len(forward.token_ids) - 1] != list(
+        forward.token_ids[1:]
+    ):
+        notes.shifted.append(probe.prompt.id)
+
+
+def _detail(notes: Notes) -> str:
+    if not notes.compared:
+        return "slots are what the target gave; what the draft was given was not seen"
+    if not notes.unequal:
+        return (
+            "slots are what the draft was given, bitwise what the target gave in all "
+            f"{notes.compared} rows compared, over all ranks"
+        )
+    return (
+        "slots are what the draft was given, which is not what the target gave in "
+        f"{notes.unequal} of {notes.compared} rows compared, over all ranks"
+    )
+
+
+def _messages(site: Site, probes: Sequence[Probe], phases: Mapping[str, int]) -> tuple[str, ...]:
+    messages = []
+    warm = [probe for probe in probes if probe.cached]
+    if warm:
+        cached = sum(probe.cached for probe in warm)
+        messages.append(
+            f"warning: {cached} tokens of {len(warm)} prompts came from the server's prefix cache and have no rows "
+            f"(the first: {warm[0].prompt.id}, {warm[0].cached} tokens); without --warm-cache they would"
+        )
+    if "verify" not in phases:
+        messages.append("warning: no verify rows: every prompt ended with its first token")
+    for gap in {gap for hello in site.hellos.values() for gap in hello.gaps}:
+        messages.append(f"warning: this SGLang gives {gap}")
+    retracted = [probe.prompt.id for probe in probes if probe.answer.meta.get("num_retractions")]
+    if retracted:
+        messages.append(f"note: the server was short of memory and computed {', '.join(retracted)} more than once")
+    return tuple(messages)
+
+
+def _accept_length(metas: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens a verify over all probes, from the server's own count for each."""
+    total, verifies = 0.0, 0
+    for meta in metas:
+        length, count = meta.get("spec_accept_length"), meta.get("spec_verify_ct")
+        if isinstance(length, int | float) and isinstance(count, int) and count > 0:
+            total += length * count
+            verifies += count
+    return total / verifies if verifies else None
+
+
+def _flag(key: str, value: Any) -> Any:
+    """A flag as a manifest keeps it: of the graph config only what runs which phase, without the bucket sizes."""
+    if key == "cuda_graph_config" and isinstance(value, dict):
+        return {phase: part.get("backend") for phase, part in value.items() if isinstance(part, dict)}
+    return value
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
+
+
+def _base(path: Any) -> str | None:
+    """A directory's own name, or a hub name as it is: a path tells about a machine and nothing about a model."""
+    if not isinstance(path, str) or not path:
+        return None
+    return Path(path).name if path.startswith(("/", ".", "~")) else path
+
+
+def _size(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,107 @@
+"""What the rules see: one tensor's measurements, and all tensors of a comparison together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from eagle_parity.alignment.matching import Comparison, Match
+from eagle_parity.alignment.partial import PartialSum
+from eagle_parity.alignment.ranks import RankStudy
+from eagle_parity.alignment.tokens import TokenAlignment
+from eagle_parity.alignment.views import RankView, View
+from eagle_parity.diagnosis.expectation import Expectation
+from eagle_parity.diagnosis.floor import Limit
+from eagle_parity.diagnosis.judgement import Judgement
+from eagle_parity.metrics.distances import FloatArray
+from eagle_parity.records import Boundary, Capture, IntArray, Layout, RankMetrics
+
+PROBE_ROWS = 128  # rows that tests take when they need several tensors in memory at once
+
+
+@dataclass(frozen=True)
+class TensorCase:
+    """One serving tensor (a slot, or a boundary that both sides store) and all that was measured on it."""
+
+    name: str
+    slot: int | None
+    expected: Boundary | None
+    ranks: RankStudy
+    layout: Layout
+    partial: PartialSum | None
+    odd_ranks: tuple[int, ...]
+    """Ranks whose tensor is not what the others (or the training side) say it is, where that can be told."""
+    view: View | None
+    """The whole tensor: rebuilt, or the first sound rank's. None when its width fits no boundary."""
+    match: Match
+    limits: Mapping[Boundary, float]
+    limit: Limit
+    judgement: Judgement
+    strata: tuple[Judgement, ...]
+    reference: Boundary | None
+    """The boundary that the row's metrics are measured against: the expected one, or the best."""
+    comparison: Comparison | None
+    per_rank: tuple[RankMetrics, ...]
+    rolled_rows: float | None
+    """Median relative L2 to the same boundary of another token: the level of `not this row at all`."""
+    rolled_dims: float | None
+
+    @property
+    def where(self) -> str:
+        """The tensor's name as messages say it."""
+        return f"slot {self.slot}" if self.slot is not None else self.name
+
+    @property
+    def best_is_sound(self) -> bool:
+        """Whether the best boundary is matched at its floor and cannot be mistaken for the runner-up."""
+        best = self.match.best
+        if best is None or self.judgement.best_median is None or self.judgement.best_median > self.limits[best]:
+            return False
+        runner_up = self.match.runner_up
+        return runner_up is None or self.match.told_apart(best, runner_up)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole comparison."""
+
+    training: Capture
+    serving: Capture
+    alignment: TokenAlignment
+    expectation: Expectation
+    boundaries: Mapping[Boundary, RankView]
+    tensors: tuple[TensorCase, ...]
+    hidden_size: int | None
+    num_layers: int | None
+    probe: IntArray
+    """Indexes into the alignment of the rows that in-memory tests use."""
+
+    @property
+    def slots(self) -> tuple[TensorCase, ...]:
+        """The slots, in order."""
+        return tuple(tensor for tensor in self.tensors if tensor.slot is not None)
+
+    @cached_property
+    def served(self) -> tuple[Boundary | None, ...]:
+        """The boundary that each slot holds by content; None where it matches none at its floor."""
+        return tuple(slot.match.best if slot.best_is_sound else None for slot in self.slots)
+
+    def serving_rows(self, tensor: TensorCase) -> torch.Tensor:
+        """The probe rows of a serving tensor, float32 [rows, W]."""
+        assert tensor.view is not None
+        return tensor.view.read(self.alignment.serving[self.probe]).float()
+
+    def training_rows(self, boundary: Boundary, rows: IntArray | None = None) -> torch.Tensor:
+        """The probe rows (or the given training rows) of a boundary, float32 [rows, W]."""
+        index = self.alignment.training[self.probe] if rows is None else rows
+        return self.boundaries[boundary].read(index).float()
+
+
+def bad_rows(tensor: TensorCase) -> FloatArray | None:
+    """Distances of the aligned rows to the expected boundary; None when that is unknown or not stored."""
+    if tensor.expected is None:
+        return None
+    return tensor.match.rel_l2.get(tensor.expected)

@@ -1,0 +1,221 @@
+"""Faults in how the ranks hold a tensor together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.metrics.distances import rel_l2
+from eagle_parity.metrics.distribution import median
+from eagle_parity.records import Capture, Finding
+
+
+def tp_size(capture: Capture) -> int | None:
+    """The serving engine's tensor-parallel size, None when the dump does not say."""
+    return capture.facts.engine.tp_size if capture.facts.engine is not None else None
+
+
+def capture_lost(case: Case) -> Iterator[Finding]:
+    """A tensor that some ranks have and others not, ranks without a file, or fewer slots than the draft takes."""
+    for tensor in case.tensors:
+        if tensor.ranks.missing:
+            yield Finding(
+                "capture-lost",
+                "error",
+                f"{tensor.where} is not stored on rank {_list(tensor.ranks.missing)} but is on rank "
+                f"{_list(tensor.ranks.ranks)}",
+                "capture again; if it stays, those ranks never ran the capture (pipeline or context parallelism, "
+                "two-batch overlap): turn that off for the capture",
+                slot=tensor.slot,
+                ranks=tensor.ranks.missing,
+            )
+    size, present = tp_size(case.serving), case.serving.ranks
+    if size is not None and len(present) > 1 and len(present) < size:
+        lost = tuple(rank for rank in range(size) if rank not in present)
+        yield Finding(
+            "capture-lost",
+            "warning",
+            f"rank {_list(lost)} of TP={size} has no file in the dump",
+            "capture with every rank writing to the same directory, or join copies with `dump merge`",
+            ranks=lost,
+        )
+    expected = case.expectation.boundaries
+    if expected is not None and case.slots and len(expected) != len(case.slots):
+        yield Finding(
+            "capture-lost",
+            "error",
+            f"the server feeds {len(case.slots)} slots, the draft was trained on {len(expected)}: {list(expected)}",
+            "declare as many layer ids as the draft has slots, each of them a layer that the server captures",
+            evidence={"slots": len(case.slots), "expected_slots": len(expected)},
+        )
+
+
+def width_mismatch(case: Case) -> Iterator[Finding]:
+    """A width that is neither the hidden size nor a shard of it."""
+    for tensor in case.tensors:
+        widths = sorted({view.width for view in tensor.ranks.views})
+        if tensor.ranks.shape == "width":
+            yield Finding(
+                "width-mismatch",
+                "error",
+                f"{tensor.where} is {' and '.join(map(str, widths))} wide, the hidden size is {case.hidden_size}",
+                "check target_hidden_size and num_aux_hidden_states in the draft's config, and that both dumps are of "
+                "the same target",
+                slot=tensor.slot,
+                ranks=tensor.ranks.ranks,
+                evidence={"widths": widths, "hidden_size": case.hidden_size},
+            )
+
+
+def hidden_shard(case: Case) -> Iterator[Finding]:
+    """Each rank holds hidden / tp channels."""
+    for tensor in case.tensors:
+        if tensor.layout == "hidden-shard":
+            yield Finding(
+                "hidden-shard",
+                "error" if tensor.slot is not None else "warning",
+                f"{tensor.where}: each rank holds {tensor.ranks.views[0].width} of {case.hidden_size} channels",
+                "gather the state over the ranks before the draft's fc (gather_output=True, or an all-gather)",
+                slot=tensor.slot,
+                ranks=tensor.ranks.ranks,
+                evidence=_rebuilt(tensor),
+            )
+
+
+def token_shard(case: Case) -> Iterator[Finding]:
+    """Each rank holds some of the tokens: right under data-parallel attention, a fault otherwise."""
+    engine = case.serving.facts.engine
+    own_tokens = engine is not None and (engine.dp_size or 1) > 1
+    for tensor in case.tensors:
+        if tensor.layout == "token-shard":
+            yield Finding(
+                "token-shard",
+                "info" if own_tokens else "error" if tensor.slot is not None else "warning",
+                f"{tensor.where}: the ranks hold different tokens"
+                + (" (data-parallel attention: each rank serves its own)" if own_tokens else ""),
+                "gather the rows over the ranks before the draft (all-gather along tokens), or turn off the "
+                "scattered mode (two-batch overlap, context parallel, scattered attention inputs)",
+                slot=tensor.slot,
+                ranks=tensor.ranks.ranks,
+                evidence=_rebuilt(tensor),
+            )
+
+
+def partial_sum(case: Case) -> Iterator[Finding]:
+    """Each rank holds its own part of a sum: full width, ranks differ, and the parts add up to the truth."""
+    for tensor in case.tensors:
+        if tensor.partial is None:
+            continue
+        engine = case.serving.facts.engine
+        version = engine.version if engine is not None and engine.version else "this version"
+        proof = {
+            "residual": "the sum less (tp-1) residuals is the training state",
+            "plain-sum": "the ranks' sum is the training state",
+            "residual-estimate": "(sum - truth)/(tp-1) is the residual stream, what the ranks do not share is not",
+            "without-residual": "truth - sum is the residual stream: the residual is missing as well",
+        }[tensor.partial.how]
+        yield Finding(
+            "partial-sum",
+            "error",
+            f"{tensor.where}: each rank holds its own part of boundary {tensor.partial.boundary}, captured before the "
+            f"all-reduce: {proof}",
+            f"SGLang before 0.5.14 captures DeepSeek/Kimi states before a fused all-reduce (here: {version}): upgrade "
+            "to 0.5.14 or later, or start with --enforce-disable-flashinfer-allreduce-fusion",
+            slot=tensor.slot,
+            boundary=tensor.partial.boundary,
+            ranks=tensor.ranks.ranks,
+            evidence={"how": tensor.partial.how, **tensor.partial.evidence, **_spread(tensor)},
+        )
+        if tensor.partial.how == "without-residual":
+            yield Finding(
+                "residual-missing",
+                "error",
+                f"{tensor.where} holds the layer's output without the residual",
+                "capture hidden_states + residual",
+                slot=tensor.slot,
+                boundary=tensor.partial.boundary,
+            )
+
+
+def odd_rank(case: Case) -> Iterator[Finding]:
+    """Some ranks hold something else than the others: a stale or corrupt rank, which is no partial sum."""
+    for tensor in case.tensors:
+        for view in tensor.ranks.views:
+            if view.rank not in tensor.odd_ranks:
+                continue
+            code, what = _what_odd_rank_holds(case, tensor, view.rank)
+            yield Finding(
+                code,
+                "error",
+                f"{tensor.where}: rank {view.rank} differs from the other ranks: {what}",
+                "look at that rank's capture buffer and at the collective before it (a buffer not refreshed, a rank "
+                "that skipped the step, memory corruption); capture again to see whether it is always the same rank",
+                slot=tensor.slot,
+                boundary=tensor.reference,
+                ranks=(view.rank,),
+                evidence=_spread(tensor),
+            )
+        if tensor.ranks.shape == "differ" and tensor.partial is None and not tensor.odd_ranks:
+            yield Finding(
+                "undetermined",
+                "error",
+                f"{tensor.where}: the ranks differ, none holds a training state, and no sum of them does",
+                "store the residual (`residual.K`) or training boundary K-1 (`dump training --boundaries all`): they "
+                "decide whether this is a partial sum",
+                slot=tensor.slot,
+                ranks=tensor.ranks.ranks,
+                evidence={"hypotheses": ["partial-sum", "a corrupt or stale rank"], **_spread(tensor)},
+            )
+
+
+def _what_odd_rank_holds(case: Case, tensor: TensorCase, rank: int) -> tuple[str, str]:
+    """Compare an odd rank's rows with the training side: another boundary, other tokens' rows, or nothing known."""
+    view = next(v for v in tensor.ranks.views if v.rank == rank)
+    ours = view.read(case.alignment.serving[case.probe]).float()
+    if not bool(ours.isfinite().all()):
+        return "non-finite", "it holds NaN or infinite values"
+    for boundary, limit in tensor.limits.items():
+        truth = case.training_rows(boundary)
+        if truth.shape == ours.shape and median(rel_l2(ours, truth)) <= limit:
+            return "graph-stale", f"it holds boundary {boundary}"
+    if tensor.reference is not None:
+        truth = case.training_rows(tensor.reference)
+        limit = tensor.limits[tensor.reference]
+        for shift in range(1, len(truth)):
+            if median(rel_l2(ours, truth.roll(shift, dims=0))) <= limit:
+                return "graph-stale", "it holds the rows of other tokens (a stale buffer)"
+    return "undetermined", "its content is no training state of these tokens (stale or corrupt)"
+
+
+def rank_rounding(case: Case) -> Iterator[Finding]:
+    """Ranks that differ by roundings only."""
+    for tensor in case.tensors:
+        if tensor.ranks.shape == "rounding":
+            yield Finding(
+                "precision",
+                "warning",
+                f"{tensor.where}: the ranks differ in the last bits; under plain TP they should be bitwise equal",
+                "harmless for the draft; an all-reduce that is not deterministic over ranks does this",
+                slot=tensor.slot,
+                ranks=tensor.ranks.ranks,
+                evidence=_spread(tensor),
+            )
+
+
+def _rebuilt(tensor: TensorCase) -> dict[str, float]:
+    if tensor.comparison is None:
+        return {}
+    return {"reconstruction_rel_l2": median(tensor.comparison.rel_l2)}
+
+
+def _spread(tensor: TensorCase) -> dict[str, object]:
+    return {
+        "rel_l2_to_first_rank": {
+            str(s.rank): {"median": median(s.rel_l2), "max": float(s.rel_l2.max(initial=0.0))}
+            for s in tensor.ranks.spreads
+        }
+    }
+
+
+def _list(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
