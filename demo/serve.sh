@@ -32,6 +32,7 @@ export SGLANG_USE_CPU_ENGINE=1
 export SGLANG_CPU_OMP_THREADS_BIND=$cores
 export OMP_NUM_THREADS=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # else gloo looks up the host name, which need not resolve
+export SGLANG_NCCL_SO_PATH=/dev/null # a CUDA build of torch brings NCCL, which SGLang would load without a GPU
 export PYTHONPATH=$here/sglang_cpu/shim${PYTHONPATH:+:$PYTHONPATH}
 
 exec "$PYTHON" -m sglang.launch_server \

@@ -9,15 +9,16 @@ import os
 import sys
 import traceback
 
-import click
 import typer
 
 from eagle_parity import __version__
 from eagle_parity.cli import compare, dump_serving, dump_training, gate, output, which_layers
-from eagle_parity.errors import EagleParityError
+from eagle_parity.errors import EagleParityError, UsageError
 
 BUG = 70
 INTERRUPTED = 130
+# Typer brings its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors.
+ClickException = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     name="eagle-parity",
@@ -58,20 +59,22 @@ def main(args: list[str]) -> int:
     as_json = output.wants_json(args)
     try:
         result = app(args, standalone_mode=False)
-    except click.ClickException as error:
-        if not as_json:
-            error.show()
-        return output.show_error("usage", error.format_message(), "see --help", 2, as_json=as_json, quiet=not as_json)
     except EagleParityError as error:
         return output.show_error(error.code, error.message, error.fix, error.exit_code, as_json=as_json)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        print("interrupted; nothing was kept", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort):
+        result = INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout went away (`| head`): not an error, and nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if isinstance(error, ClickException):
+            if not as_json:
+                error.show()  # type: ignore[attr-defined]
+            message = error.format_message()  # type: ignore[attr-defined]
+            return output.show_error(
+                UsageError.code, message, "see --help", UsageError.exit_code, as_json=as_json, quiet=True
+            )
         traceback.print_exc()
         return output.show_error(
             "bug",
@@ -80,6 +83,8 @@ def main(args: list[str]) -> int:
             BUG,
             as_json=as_json,
         )
+    if result == INTERRUPTED:  # newer typers turn Ctrl-C into this result themselves
+        print("interrupted; nothing was kept", file=sys.stderr)
     return result if isinstance(result, int) else 0
 
 

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 def wants_json(args: Sequence[str]) -> bool:
     """Whether stdout was asked to be JSON, known before the command line is parsed (it may not parse)."""
-    for flag, value in zip(args, [*args[1:], ""], strict=True):
+    for flag, value in zip(args, [*args[1:], ""], strict=False):
         if flag == "--":
             break
         if flag == "--format":

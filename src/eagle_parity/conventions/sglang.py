@@ -156,29 +156,33 @@ def served(
     rule = find_rule(architecture, version)
     if rule is None or num_layers is None or version is None:
         return None
-    if ids is None:
-        return Served(rule.default(num_layers), "default without ids, not shifted", rule.source)
-    wanted = rule.translate(tuple(ids), num_layers)
+    wanted = rule.default(num_layers) if ids is None else rule.translate(tuple(ids), num_layers)
+    text = rule.text if ids is not None else "no ids that SGLang reads: its default, taken as it is"
+    named = wanted if ids is None else tuple(ids)
     last = num_layers if rule.last_reachable else num_layers - 1
     problems = []
     if len(set(wanted)) < len(wanted):
-        problems.append(f"ids {list(ids)} repeat a layer: it is captured once, so a slot is missing")
-    lost = [i for i, b in zip(ids, wanted, strict=True) if not 0 <= b <= last]
+        problems.append(f"ids {list(named)} repeat a layer: it is captured once, so a slot is missing")
+    lost = [i for i, b in zip(named, wanted, strict=True) if not 0 <= b <= last]
     if lost:
         problems.append(f"ids {lost} name no layer that can be captured (boundaries 0 to {last})")
     if 0 in wanted and parse_version(version) < (0, 5, 14):
         problems.append("the embedding (boundary 0) makes SGLang before 0.5.14 fail: there is no residual yet")
     boundaries = tuple(sorted({b for b in wanted if 0 <= b <= last}))
-    return Served(boundaries, rule.text, rule.source, tuple(problems))
+    return Served(boundaries, text, rule.source, tuple(problems))
 
 
 def ids_for(
     boundaries: Sequence[int], *, architecture: str | None, version: str | None, num_layers: int | None
 ) -> tuple[int, ...] | None:
-    """The id list that makes this version capture exactly these boundaries, in this order; None when none does."""
+    """The id list that makes this version capture exactly these boundaries, in this order; None when none does.
+
+    The order of the ids does not matter to the capture, only the first one does to DeepSeek's rule: boundary 1 comes
+    first there only when its id does not.
+    """
     wanted = tuple(boundaries)
-    for shift in (0, -1):
-        ids = tuple(b + shift for b in wanted)
+    literal, shifted = wanted, tuple(b - 1 for b in wanted)
+    for ids in (literal, shifted, (*literal[1:2], *literal[:1], *literal[2:])):
         if any(i < 0 for i in ids):
             continue
         answer = served(ids, architecture=architecture, version=version, num_layers=num_layers)

@@ -27,7 +27,7 @@ from eagle_parity.records import (
 def diagnose(case: Case, declared: tuple[Boundary, ...] | None = None) -> Report:
     """Apply every rule to a case. `declared`: what the draft's ids mean for this engine version, if known."""
     findings = _findings(case)
-    rows = tuple(_row(tensor, findings, case.hidden_size) for tensor in case.tensors)
+    rows = tuple(_row(tensor, findings, case) for tensor in case.tensors)
     controls = _controls(case)
     return Report(
         command="compare",
@@ -74,7 +74,7 @@ def _findings(case: Case) -> tuple[Finding, ...]:
     return tuple(sorted(found.values(), key=lambda finding: _WEIGHT[finding.severity]))
 
 
-def _row(tensor: TensorCase, findings: Sequence[Finding], hidden_size: int | None) -> Row:
+def _row(tensor: TensorCase, findings: Sequence[Finding], case: Case) -> Row:
     pair = tensor.comparison
     ranks = tensor.ranks
     faults = [f for f in findings if f.severity == "error" and f.slot == tensor.slot and tensor.slot is not None]
@@ -84,11 +84,11 @@ def _row(tensor: TensorCase, findings: Sequence[Finding], hidden_size: int | Non
         boundary=tensor.reference,
         expected_boundary=tensor.expected,
         width=ranks.views[0].width if ranks.views else 0,
-        expected_width=hidden_size,
+        expected_width=case.hidden_size,
         layout=tensor.layout,
         ranks=ranks.ranks,
         rank_equal=ranks.equal,
-        tokens=len(next(iter(tensor.match.rel_l2.values()), ())),
+        tokens=len(case.alignment.serving),
         cosine=None if pair is None else summarise(pair.cosine),
         rel_l2=None if pair is None else summarise(pair.rel_l2),
         norm_ratio=None if pair is None else summarise(pair.norm_ratio),
@@ -159,7 +159,10 @@ def _coverage(case: Case) -> Coverage:
     if not warm:
         missing.append("warm prefix cache")
     if case.alignment.unaligned:
-        missing.append(f"{case.alignment.unaligned} serving rows without a training counterpart")
+        missing.append(
+            f"{case.alignment.unaligned} serving rows that training does not hold (dump training --tokens-from SERVING "
+            "replays them)"
+        )
     return Coverage(
         phases=phases,
         graph=graph,

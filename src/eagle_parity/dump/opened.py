@@ -120,12 +120,12 @@ def open_dump(path: Path | str) -> Dump:
 
 
 def _rank_files(path: Path) -> dict[int, list[Path]]:
-    found: dict[int, list[Path]] = {}
-    for file in sorted(path.iterdir()):
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for file in path.iterdir():
         match = _RANK_FILE.fullmatch(file.name)
         if match:
-            found.setdefault(int(match[1]), []).append(file)
-    return dict(sorted(found.items()))
+            found.setdefault(int(match[1]), []).append((int(match[2] or 0), file))
+    return {rank: [file for _, file in sorted(parts)] for rank, parts in sorted(found.items())}
 
 
 def _column(file: TensorFile, name: str, count: int | None, *, required: bool = False) -> IntArray | None:

@@ -177,6 +177,8 @@ class DumpWriter:
         try:
             self._finish(writers)
         except BaseException:
+            for writer in writers:
+                writer.abandon()
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
 

@@ -137,7 +137,7 @@ def _cells(row: Row, *, wide: bool) -> list[str | Text]:
         show(row.expected_boundary),
         show(row.best_boundary),
         *([show(row.runner_up)] if wide else []),
-        "–" if row.margin is None else f"{row.margin:.3g}x",
+        _margin(row.margin),
         _number(row.cosine, "median", ".5f"),
         _number(row.rel_l2, "median", ".2g"),
         _number(row.norm_ratio, "median", ".3f"),
@@ -154,6 +154,12 @@ def _cells(row: Row, *, wide: bool) -> list[str | Text]:
             ",".join(map(str, row.ranks)) + {True: " equal", False: " differ", None: ""}[row.rank_equal],
         ]
     return [*cells, Text(row.status, style=_COLOUR[row.status])]
+
+
+def _margin(margin: float | None) -> str:
+    if margin is None:
+        return "–"
+    return f"{margin:.3g}x" if margin < 1000 else ">1000x"
 
 
 def _number(values: Distribution | None, key: str, spec: str) -> str:

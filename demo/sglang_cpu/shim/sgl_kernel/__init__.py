@@ -1,4 +1,4 @@
-"""Stand-in for the CPU build of SGLang's kernel package, which is not published; for SGLang 0.5.23.
+"""Stand-in for the CPU build of SGLang's kernels, which is not on the package index; for SGLang 0.5.23.
 
 Two modules: `bookkeeping` moves integers about (cache slots, token trees), `attention` holds the only
 numerics. Every other layer takes SGLang's own `forward_native` path, as on any CPU without AMX. SGLang asks
