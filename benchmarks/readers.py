@@ -1,10 +1,10 @@
-"""100,000 training files, 64 of them sampled: seconds and peak memory of inspect, of checking values, of compare's reads.
+"""100,000 training files, 64 of them sampled: seconds and peak memory of opening, checking values, compare's reads.
 
     python benchmarks/readers.py [--files 100000] [--tokens 256] [--hidden 7168] [--limit 64]
 
-The files are hard links to 64 different ones of three slots and a last state (SpecForge's layout, which is mapped; and the
-same inside gzip, which is not), so that they need little room. Each step runs in a process of its own; its peak is what
-the kernel reports (ru_maxrss), mapped pages included.
+The files are hard links to 64 different ones of three slots and a last state (SpecForge's layout, which is mapped; and
+the same inside gzip, which is not), so that they need little room. Each step runs in a process of its own; its peak is
+what the kernel reports (VmHWM, mapped pages included; ru_maxrss would count the parent's).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,8 +57,6 @@ def make(root: Path, files: int, tokens: int, hidden: int, suffix: str) -> int:
 
 def step(name: str, path: str, limit: int) -> None:
     """One measurement, in this process; prints JSON."""
-    import resource
-
     from eagle_parity.readers import capture_training, open_training
 
     begin = time.perf_counter()
@@ -74,7 +73,7 @@ def step(name: str, path: str, limit: int) -> None:
                     capture.read(0, tensor, row, min(row + 512, training.tokens))
     result |= {
         "seconds": time.perf_counter() - begin,
-        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "mib": int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1024,
     }
     print(json.dumps(result))
 

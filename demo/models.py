@@ -2,9 +2,9 @@
 
 python demo/models.py --out DIR --draft wrong=0,2,4 --draft right=1,2,4
 
-The target lies in DIR/target, each draft in DIR/NAME. All drafts have the same weights and differ only in the
-layer ids that their config declares, so that whatever differs between two servers comes from those ids. They
-are written as SGLang reads them. The same arguments give the same files.
+The target lies in DIR/target, each draft in DIR/NAME. Drafts with equally many ids have the same weights and
+differ only in the ids that their config declares, so that whatever differs between two servers comes from
+those. Ids are written as SGLang reads them. The same arguments give the same files.
 """
 
 from __future__ import annotations

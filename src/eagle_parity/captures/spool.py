@@ -10,6 +10,7 @@ anyway, never blocks a forward, and turns every failure into a `lost` record.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -226,7 +227,7 @@ class SpoolWriter:
         self._warn = warn
         self._pending_limit = pending_bytes
         self._kept_limit = kept_bytes
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
         self._order = 0
@@ -251,8 +252,16 @@ class SpoolWriter:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="eagle-parity-spool", daemon=True)
                 self._thread.start()
+                # A daemon thread that is inside torch when the interpreter ends aborts the process.
+                atexit.register(self.close)
         except Exception as error:
             self._complain(error)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what is queued and end the thread; give up on it after `timeout` seconds."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until the queue is empty; for tests. False when it is not by then."""
@@ -267,6 +276,8 @@ class SpoolWriter:
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
+            if job is None:
+                return
             try:
                 self._store(job)
             except BaseException as error:
