@@ -22,6 +22,7 @@ from eagle_parity.captures.spool import (
     Record,
     Spool,
     SpoolWriter,
+    end_id,
     new_hello,
     probe_id,
     read_hellos,
@@ -134,6 +135,15 @@ class TestForward:
     def test_the_batch_may_come_by_keyword(self, rig: Rig) -> None:
         rig.plugin.after_forward(result(2), runner(), forward_batch=batch([PROBE], [2]))
         assert len(rig.records()) == 1
+
+    def test_of_the_last_request_that_it_came_is_all_that_is_recorded(self, rig: Rig) -> None:
+        last = batch([end_id(KEY)], [1])
+        rig.plugin.after_forward(result(1), runner(), last)
+        last.spec_info = SimpleNamespace(hidden_states=torch.zeros(1, WIDTH))
+        rig.plugin.after_forward(result(1), runner(draft=True), last)
+        rig.plugin.after_forward(result(1), runner(), batch([end_id(KEY)], [1], "DECODE"))
+        (record,) = rig.records()
+        assert (record.header.kind, dict(record.file.entries)) == ("end", {})
 
     def test_draft_prefill_is_what_the_draft_was_given(self, rig: Rig) -> None:
         prefill = batch([PROBE], [3])

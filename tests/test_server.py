@@ -34,7 +34,7 @@ from eagle_parity.captures.server import (
     listen_address,
 )
 from eagle_parity.captures.sglang import Recording, Site, capture, check, estimate
-from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, SpoolWriter, write_hello
+from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, SpoolWriter, is_end, write_hello
 from eagle_parity.cli.main import main
 from eagle_parity.dump import DumpWriter, open_dump
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
@@ -346,14 +346,17 @@ class Engine:
             return Reply(200, json.dumps(self.info).encode())
         self.seen.append({"path": path} | body)
         ids = body.get("input_ids") or [1, 2, 3]
-        sentinel = len(ids) == 1
-        out = self.run(body["rid"], ids, 0 if sentinel else self.verifies)
+        out = self.run(body["rid"], ids)
         meta = {"prompt_tokens": len(ids), "cached_tokens": self.cached, "spec_accept_length": 2.0, "spec_verify_ct": 3}
         if path == "/v1/chat/completions":
             return Reply(200, json.dumps({"choices": [{"response_token_ids": out, "meta_info": meta}]}).encode())
         return Reply(200, json.dumps({"output_ids": out, "meta_info": meta}).encode())
 
-    def run(self, rid: str, ids: Sequence[int], verifies: int) -> list[int]:
+    def run(self, rid: str, ids: Sequence[int]) -> list[int]:
+        if is_end(rid):
+            for rank in set(self.ranks) - set(self.silent):
+                self.writers[rank].submit(Header(rid, "end"), {})
+            return [50]
         begin = min(self.cached, len(ids) - 1)
         while begin < len(ids):
             end = min(begin + self.chunk, len(ids))
@@ -361,7 +364,7 @@ class Engine:
             self.forward(rid, "prefill", ids[begin:end], range(begin, end), following)
             begin = end
         out, position = [50], len(ids)
-        for _ in range(verifies):  # each accepts row 0, then row 2, and adds token 60
+        for _ in range(self.verifies):  # each accepts row 0, then row 2, and adds token 60
             tokens = [out[-1], 51, 52, 53]
             self.forward(rid, "verify", tokens, [position, position + 1, position + 1, position + 2], [52, 60, 0, 0])
             out += [52, 60]
@@ -455,6 +458,9 @@ class TestCheck:
             check(engine.server, tmp_path)
         assert caught.value.fix.startswith("restart the server with the plugin: run `pip install eagle-parity`")
         assert f"start it with {CAPTURE_DIR}=DIR" in caught.value.fix
+        with pytest.raises(EnvironmentFailure) as caught:
+            check(engine.server, tmp_path, started_here=True)
+        assert "restart" not in caught.value.fix
 
     def test_a_broken_contract(self, tmp_path: Path) -> None:
         engine = Engine(tmp_path)
@@ -525,7 +531,7 @@ class TestCapture:
     def test_requests_are_greedy_and_outside_the_shared_prefix_cache(self, tmp_path: Path) -> None:
         engine = Engine(tmp_path)
         probe(engine, PROMPT, Prompt("t", text="hi"), Prompt("m", messages=({"role": "user", "content": "hi"},)))
-        ids, text, chat, sentinel = engine.seen
+        ids, text, chat, end = engine.seen
         assert ids["input_ids"] == list(PROMPT.token_ids or ())
         assert (text["path"], text["text"]) == ("/generate", "hi")
         assert ids["sampling_params"] == {"temperature": 0, "max_new_tokens": 8}
@@ -533,7 +539,7 @@ class TestCapture:
         assert (chat["temperature"], chat["max_tokens"]) == (0, 8)
         assert len({request["rid"] for request in engine.seen}) == 4
         assert all(request["extra_key"] == request["rid"] for request in engine.seen)
-        assert sentinel["input_ids"] == [10]
+        assert (end["input_ids"], end["sampling_params"]["max_new_tokens"]) == ([10], 1)
 
     def test_chunked_prefill_is_one_sample_a_forward(self, tmp_path: Path) -> None:
         _, samples = probe(Engine(tmp_path, chunk=2, verifies=0))

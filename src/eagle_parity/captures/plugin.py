@@ -31,6 +31,7 @@ from eagle_parity.captures.spool import (
     Header,
     Hello,
     SpoolWriter,
+    is_end,
     is_probe,
     new_hello,
     write_hello,
@@ -164,6 +165,10 @@ class Plugin:
             return  # a draft of another kind, which reads no hidden states
         token_ids, positions = adapter.tokens(batch)
         for index, rid in wanted:
+            if is_end(rid):
+                if not drafts and phase == "prefill":
+                    self._submit(Header(rid, "end"), {})
+                continue
             header = Header(
                 rid,
                 "draft" if drafts else "target",
@@ -193,6 +198,8 @@ class Plugin:
             return
         each = verdict.hidden.shape[0] // len(verdict.rids)
         for index, rid in wanted:
+            if is_end(rid):
+                continue
             rows = slice(index * each, (index + 1) * each)
             header = Header(rid, "draft", "verify", batch=len(verdict.rids), forward_tokens=len(verdict.rids) * each)
             tensors = {

@@ -6,6 +6,7 @@ function, so that every failure of a server can be tested without one.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -32,6 +33,7 @@ API_KEY = "EAGLE_PARITY_API_KEY"
 DEFAULT_PORT = 30000  # SGLang's
 LOG_LINES = 30
 STOP_SECONDS = 15.0
+_DYING_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _QUICK_SECONDS = 10.0  # for a question that costs a server nothing
 
@@ -299,13 +301,21 @@ def launched(
                 _wait_until_healthy(server, process, log, timeout)
                 yield server, capture_dir
             except EnvironmentFailure as error:
-                if process.poll() is None or "log:" in error.message:
+                if "log:" in error.message or not _ended(server, process):
                     raise
                 raise EnvironmentFailure(
                     f"{error.message}\nThe server has ended. The end of its log:\n{_tail(log)}", fix=error.fix
                 ) from error
             finally:
                 stop(process)
+
+
+def _ended(server: Server, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a server is gone; one that answers no more is given a moment to go."""
+    if process.poll() is None and not server.healthy():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_DYING_SECONDS)
+    return process.poll() is not None
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], sink: Any) -> subprocess.Popen[bytes]:
@@ -353,9 +363,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """End a process and its group: SIGTERM, and after a while SIGKILL. Returns when the process is gone."""
     _signal_group(process.pid, signal.SIGTERM)
     try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
     finally:
         # Its children too, which may have ignored the first signal or be waiting for each other.
         _signal_group(process.pid, signal.SIGKILL)

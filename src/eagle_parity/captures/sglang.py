@@ -17,9 +17,11 @@ from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.server import Server
 from eagle_parity.captures.spool import (
     CAPTURE_DIR,
+    END,
     Hello,
     Record,
     Spool,
+    end_id,
     new_dump_key,
     probe_id,
     probe_number,
@@ -134,9 +136,10 @@ class Recording:
 # ----------------------------------------------------------------------------------------------------- before
 
 
-def check(server: Server, capture_dir: Path) -> Site:
+def check(server: Server, capture_dir: Path, *, started_here: bool = False) -> Site:
     """Ask a server what it is, and its plugin whether it can capture on every rank.
 
+    `started_here` only words the advice: the capture directory is certainly the server's, so the plugin is what lacks.
     Raises EnvironmentFailure for a server that is down, is no SGLang, has no draft, does not load the plugin, has an
     SGLang that the plugin does not fit, or lacks ranks.
     """
@@ -159,7 +162,8 @@ def check(server: Server, capture_dir: Path) -> Site:
         time.sleep(_POLL_SECONDS)
     if not hellos:
         raise EnvironmentFailure(
-            f"the server at {server.url} has left no sign of the capture plugin in {capture_dir}", fix=restart_advice()
+            f"the server at {server.url} has left no sign of the capture plugin in {capture_dir}",
+            fix=_INSTALL + "." if started_here else restart_advice(),
         )
     broken = hellos[-1].error or next((hello.error for hello in ranks.values() if hello.error), None)
     if broken:
@@ -176,12 +180,18 @@ def check(server: Server, capture_dir: Path) -> Site:
     return Site(server, info, capture_dir, {rank: ranks[rank] for rank in sorted(expected)})
 
 
+_INSTALL = (
+    "run `pip install eagle-parity` in the server's own Python environment (SGLANG_PLUGINS, where it is set, must name "
+    "eagle_parity)"
+)
+
+
 def restart_advice() -> str:
     """How to get the plugin into a server."""
     return (
-        "restart the server with the plugin: run `pip install eagle-parity` in the server's own Python environment, "
-        f"start it with {CAPTURE_DIR}=DIR in its environment (DIR on a disk that this machine sees too), and give "
-        "--capture-dir DIR here; or let eagle-parity start it with --launch -- CMD…"
+        f"restart the server with the plugin: {_INSTALL}, start it with {CAPTURE_DIR}=DIR in its environment (DIR on a "
+        "disk that this machine sees too), and give --capture-dir DIR here; or let eagle-parity start it with "
+        "--launch -- CMD…"
     )
 
 
@@ -253,12 +263,9 @@ def capture(
         for number, prompt in enumerate(prompts):
             progress(number, prompt.id)
             answers.append(_ask(site, prompt, probe_id(key, number), max_new_tokens, warm_cache))
-        # Forwards are launched in the same order everywhere and each rank writes in order: when a rank has written this
-        # one, it has written, or given up, all before it.
-        sentinel = len(prompts)
-        _ask(site, Prompt("sentinel", token_ids=(_some_token(prompts),)), probe_id(key, sentinel), 1, warm_cache)
+        _ask(site, Prompt("(the last one)", token_ids=(_some_token(prompts),)), end_id(key), 1, warm_cache)
         progress(len(prompts), "collecting")
-        records = _collect(site, spool, key, sentinel)
+        records = _collect(site, spool, key)
         probes = [
             Probe.make(prompt, answer, {rank: records[rank].get(number, []) for rank in records})
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -321,21 +328,24 @@ def _ids(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) and all(type(i) is int for i in value) else None
 
 
-def _collect(site: Site, spool: Spool, key: str, sentinel: int) -> dict[int, dict[int, list[Record]]]:
-    """rank -> probe number -> records in order, once every rank has written the sentinel."""
+def _collect(site: Site, spool: Spool, key: str) -> dict[int, dict[int, list[Record]]]:
+    """rank -> probe number -> records in order, once every rank has written the end of the dump."""
     found: dict[int, dict[int, list[Record]]] = {rank: {} for rank in site.hellos}
-    deadline = time.monotonic() + min(_RECORD_SECONDS, site.server.timeout)
-    while True:
+
+    def poll() -> list[int]:
+        """Take what has come; the ranks that are not at their end."""
         for record in spool.poll():
             number = probe_number(record.header.probe, key)
             if number is not None and record.header.rank in found:
                 found[record.header.rank].setdefault(number, []).append(record)
-        silent = [rank for rank, probes in found.items() if sentinel not in probes]
-        if not silent:
-            break
+        return [rank for rank, probes in found.items() if END not in probes]
+
+    deadline = time.monotonic() + min(_RECORD_SECONDS, site.server.timeout)
+    while silent := poll():
         if time.monotonic() > deadline:
             raise _missing(site, found, silent)
         time.sleep(_POLL_SECONDS)
+    poll()  # a listing may show a file and miss an older one that was made while it was read
     _check_lost(found)
     for probes in found.values():
         for records in probes.values():

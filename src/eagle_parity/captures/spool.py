@@ -39,6 +39,7 @@ CAPTURE_DIR = "EAGLE_PARITY_CAPTURE_DIR"
 MAX_BYTES = "EAGLE_PARITY_CAPTURE_MAX_BYTES"
 
 PREFIX = "eagle-parity-"
+END = 999_999_999
 _PROBE = re.compile(r"eagle-parity-([0-9a-f]{16})-([0-9]{1,9})")
 
 KEPT_BYTES = 16 * 2**30  # a rank's records that no client has collected yet
@@ -51,7 +52,7 @@ _HEADER = "eagle_parity"
 _RECORD_SUFFIX = ".safetensors"
 _HELLO_PREFIX = "hello-"
 
-Kind: TypeAlias = Literal["target", "draft", "lost"]
+Kind: TypeAlias = Literal["target", "draft", "lost", "end"]
 
 # ------------------------------------------------------------------------------------------------- probe ids
 
@@ -64,6 +65,16 @@ def new_dump_key() -> str:
 def probe_id(dump_key: str, number: int) -> str:
     """The request id of a dump's probe."""
     return f"{PREFIX}{dump_key}-{number}"
+
+
+def end_id(dump_key: str) -> str:
+    """The request id of the last request of a dump. Ranks write in order: when its record is there, all others are."""
+    return probe_id(dump_key, END)
+
+
+def is_end(rid: str) -> bool:
+    """Whether a probe is the last of its dump; of it, that it came is all that is recorded."""
+    return rid.endswith(f"-{END}")
 
 
 def is_probe(rid: object) -> bool:
@@ -89,7 +100,7 @@ class Header:
     links within the request (-1: none).
     kind `draft`: what the draft was then given: `hidden` [T, W], `token_ids` [T] (already shifted by one, as the draft
     embeds them), and for verify `accepted` [1], how many rows at the front are accepted.
-    kind `lost`: no tensors, `reason` tells why.
+    kind `lost`: no tensors, `reason` tells why. kind `end`: no tensors, the dump's last request came.
     """
 
     probe: str

@@ -30,7 +30,9 @@ def command(
 
 def measure(training: Path, serving: Path, draft: Path | None, floors: tuple[Path, ...]) -> Report:
     """Open both sides, measure and diagnose."""
-    from eagle_parity.diagnosis import declared_boundaries, diagnose, study
+    from eagle_parity.diagnosis.diagnose import diagnose
+    from eagle_parity.diagnosis.expectation import declared_boundaries
+    from eagle_parity.diagnosis.study import study
     from eagle_parity.draft.checkpoint import open_draft
     from eagle_parity.dump import open_dump
 

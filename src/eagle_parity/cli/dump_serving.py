@@ -26,6 +26,7 @@ CAPTURE_DIR = "EAGLE_PARITY_CAPTURE_DIR"
 class _Probing:
     max_new_tokens: int
     warm_cache: bool
+    started_here: bool
 
 
 def command(
@@ -110,7 +111,7 @@ def command(
     check_target(output, overwrite=overwrite)
     wanted = _prompts(prompts, tokens_from)[:limit]
     with _site(server, words, capture_dir, timeout) as (running, directory):
-        probing = _Probing(max_new_tokens, warm_cache)
+        probing = _Probing(max_new_tokens, warm_cache, started_here=launch)
         _record(running, directory, wanted, probing, output, max_bytes or DEFAULT_CAP, overwrite)
 
 
@@ -185,7 +186,7 @@ def _record(
     from eagle_parity.cli.output import progress
     from eagle_parity.dump import DumpWriter, check_size, human, planned_bytes
 
-    site = check(server, directory)
+    site = check(server, directory, started_here=probing.started_here)
     expected = estimate(site, prompts, probing.max_new_tokens)
     check_size(expected, output, cap)
     _say(

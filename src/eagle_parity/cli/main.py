@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import typer
 
 from eagle_parity import __version__
-from eagle_parity.cli import compare, dump_serving, dump_training, gate, output, which_layers
+from eagle_parity.cli import check, compare, dump_serving, dump_training, explain, gate, output, settings, which_layers
 from eagle_parity.errors import EagleParityError, UsageError
 
 BUG = 70
@@ -38,7 +39,9 @@ dump.command("serving", context_settings={"allow_interspersed_args": False})(dum
 app.add_typer(dump, name="dump")
 app.command("compare")(compare.command)
 app.command("which-layers")(which_layers.command)
+app.command("check")(check.command)
 app.command("gate")(gate.command)
+app.command("explain")(explain.command)
 
 
 def _version(value: bool) -> None:
@@ -49,9 +52,11 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     del version
+    context.default_map = settings.load(Path.cwd(), context.command)
 
 
 def main(args: list[str]) -> int:

@@ -16,6 +16,9 @@ class Format(str, enum.Enum):
 
     table = "table"
     json = "json"
+    junit = "junit"
+    github = "github"
+    markdown = "markdown"
 
 
 Training = Annotated[Path, typer.Argument(help="The training dump.", show_default=False)]

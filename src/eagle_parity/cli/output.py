@@ -84,18 +84,22 @@ def measuring(rows: int) -> Iterator[Callable[[int], None]]:
 
 def render(report: Report, format: Format, *, width: int | None = None) -> str:
     """A report as text; a terminal's colours are left to `deliver`."""
-    if format is Format.json:
-        from eagle_parity.report import to_json
+    from eagle_parity import report as reports
 
-        return to_json(report) + "\n"
+    if format is Format.json:
+        return reports.to_json(report) + "\n"
+    if format is Format.junit:
+        return reports.to_junit(report)
+    if format is Format.github:
+        return reports.to_github(report)
+    if format is Format.markdown:
+        return reports.to_markdown(report)
     import io
 
     from rich.console import Console
 
-    from eagle_parity.report import print_table
-
     text = io.StringIO()
-    print_table(report, Console(file=text, width=width or 120, highlight=False))
+    reports.print_table(report, Console(file=text, width=width or 120, highlight=False))
     return text.getvalue()
 
 

@@ -41,7 +41,8 @@ def command(
 
 def measure(training: Path, serving: Path | None, draft: Path, engine: Engine | None = None) -> Report:
     """Open what is given and put the answers side by side."""
-    from eagle_parity.diagnosis import compare_layers, declare_layers, study
+    from eagle_parity.diagnosis.layers import compare_layers, declare_layers
+    from eagle_parity.diagnosis.study import study
     from eagle_parity.draft.checkpoint import open_draft
     from eagle_parity.dump import open_dump
 
