@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "eagle_parity"
 FLOW = ("readers", "captures", "dump", "metrics", "alignment", "draft", "diagnosis", "report", "gate", "cli")
-LEAVES = ("records", "errors", "conventions", "tensorfile")
+LEAVES = ("records", "errors", "conventions", "tensorheader", "tensorfile")
 
 
 def rooms_imported(path: Path) -> Iterator[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from eagle_parity.draft.checkpoint import DraftCheckpoint, is_draft, open_draft
 from eagle_parity.draft.weights import spelled
 from eagle_parity.errors import InputError
+from tests.readers.test_mutations import mutilated
 
 DRAFTS = Path(__file__).parents[1] / "fixtures" / "drafts"
 H = 8
@@ -288,6 +291,30 @@ def test_truncated_weights(tmp_path: Path) -> None:
 def test_two_names_for_one_tensor(tmp_path: Path) -> None:
     said = refused(write(tmp_path, **{"layers.0.hidden_norm.weight": torch.zeros(H)}))
     assert "are the same tensor 'layers.0.hidden_norm.weight'" in said
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("specforge_sglang", "model.safetensors"),
+        ("speculators_nbr", "config.json"),
+        ("torchspec_mla", "config.json"),
+        ("specforge_run/demo-step1", "training_state.pt"),
+    ],
+)
+def test_mutilated_files_give_clean_errors(tmp_path: Path, folder: str, name: str) -> None:
+    shutil.copytree(DRAFTS / folder, tmp_path / "draft")
+    file = tmp_path / "draft" / name
+    original, draw = file.read_bytes(), random.Random(folder)
+    outcomes: Counter[str] = Counter()
+    for _ in range(150):
+        file.write_bytes(mutilated(original, draw))
+        try:
+            open_draft(tmp_path / "draft").load("fc.weight")
+            outcomes["read"] += 1
+        except InputError:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 5
 
 
 def test_headers_only(monkeypatch: pytest.MonkeyPatch) -> None:

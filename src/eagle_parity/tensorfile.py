@@ -2,8 +2,7 @@
 
 The safetensors library maps whole files (mapped pages count as resident memory) and writes from tensors that are
 all in memory at once. A dump of 61 boundaries is larger than both allow, so rows go through fixed buffers here.
-Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
-(https://github.com/huggingface/safetensors, README, "Format").
+The format is described in `tensorheader`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 
 from eagle_parity.errors import EnvironmentFailure, InputError
-
-MAX_HEADER = 100_000_000  # the safetensors library's own limit, in bytes
+from eagle_parity.tensorheader import Entry, read_header
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -48,20 +46,6 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise InputError(
             f"tensors of {dtype} cannot be stored in safetensors", fix="convert them to a float or integer dtype"
         ) from None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor in a file: dtype (safetensors spelling), shape, and the absolute file offset of its data."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
-        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -104,57 +88,10 @@ class TensorFile:
                 done += got
 
 
-def _broken(path: Path, why: str) -> InputError:
-    return InputError(f"{path}: not a usable safetensors file: {why}", fix="write the file again; it is damaged")
-
-
 def open_tensorfile(path: Path) -> TensorFile:
-    """Read and check a header: names, dtypes, and that every shape agrees with its bytes and the file's size.
-
-    Raises InputError naming the file and what is wrong with it.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            if len(head) < 8:
-                raise _broken(path, f"{size} bytes are too few for a header")
-            (length,) = struct.unpack("<Q", head)
-            if length > min(MAX_HEADER, size - 8):
-                raise _broken(path, f"the header claims {length} bytes, the file has {size}")
-            raw = file.read(length)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}", fix="check the path and its permissions") from error
-    try:
-        header: Any = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise _broken(path, f"the header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _broken(path, "the header is not a JSON object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise _broken(path, "__metadata__ is not an object")
-    data = 8 + length
-    entries = {name: _entry(path, name, value, data, size) for name, value in header.items()}
-    return TensorFile(path, entries, {str(k): str(v) for k, v in metadata.items()})
-
-
-def _entry(path: Path, name: str, value: Any, data: int, size: int) -> Entry:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        ok = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-    except (KeyError, TypeError, ValueError):
-        ok = False
-    if not ok:
-        raise _broken(path, f"the header entry of {name!r} is malformed")
-    if dtype not in DTYPES:
-        raise _broken(path, f"tensor {name!r} has unknown dtype {dtype!r}")
-    want = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != want:
-        raise _broken(path, f"tensor {name!r}: shape {list(shape)} of {dtype} needs {want} bytes, has {end - begin}")
-    if data + end > size:
-        raise _broken(path, f"tensor {name!r} needs {data + end} bytes of file, there are {size} (truncated?)")
-    return Entry(dtype, shape, data + begin)
+    """Read and check a header (see `tensorheader.read_header`); the file's rows are then read on demand."""
+    header = read_header(path)
+    return TensorFile(header.path, header.entries, header.metadata)
 
 
 class TensorFileWriter:

@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from eagle_parity.errors import InputError, UsageError
+from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 from eagle_parity.readers import Training, capture_training, open_training, pickled
 from eagle_parity.readers.registry import FORMATS, sniff
 from eagle_parity.records import Model
@@ -316,6 +316,26 @@ def test_decompression_bomb(tmp_path: Path) -> None:
     assert "decompresses to more than" in refused(tmp_path)
     whole = ROOT / "specforge/hidden_states_gz/rows_0-2/data_0.ckpt.gz"
     assert "more than 1000 bytes" in reason(lambda: pickled.load(whole, max_decompressed=1000))
+
+
+def test_no_room_to_decompress(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        name = "full"
+
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pickled.tempfile, "NamedTemporaryFile", lambda **_: Full())
+    with pytest.raises(EnvironmentFailure, match="No space left on device") as caught:
+        pickled.load(ROOT / "specforge/hidden_states_gz/rows_0-2/data_0.ckpt.gz")
+    assert "TMPDIR" in caught.value.fix
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickled.tempfile, "tempdir", str(tmp_path))
+    sample = open_training(ROOT / "specforge/hidden_states_gz").load(1)
+    assert list(tmp_path.iterdir()) == []
+    assert sample.blocks[0].read(0, 3).shape == (3, 64)
 
 
 def test_compressed_records_are_refused(tmp_path: Path) -> None:

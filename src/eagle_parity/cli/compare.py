@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_parity.cli import options, output
+from eagle_parity.cli import training as sides
 
 if TYPE_CHECKING:
     from eagle_parity.records import Report
@@ -16,6 +17,12 @@ def command(
     serving: options.Serving,
     draft: options.DraftOption = None,
     floor: options.FloorOption = None,
+    slots: sides.SlotsOption = None,
+    reference: sides.ReferenceOption = None,
+    reader: sides.ReaderOption = None,
+    limit: sides.LimitOption = None,
+    sample: sides.SampleOption = 0,
+    strict: sides.StrictOption = False,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -25,10 +32,11 @@ def command(
     wrong. Exit code: 0 pass, 1 fail, 3 inconclusive.
     """
     targets = options.report_targets(report)
-    return output.deliver(measure(training, serving, draft, tuple(floor or ())), format, targets)
+    how = sides.files(reference, reader, slots, limit, sample, strict)
+    return output.deliver(measure(training, serving, draft, tuple(floor or ()), how), format, targets)
 
 
-def measure(training: Path, serving: Path, draft: Path | None, floors: tuple[Path, ...]) -> Report:
+def measure(training: Path, serving: Path, draft: Path | None, floors: tuple[Path, ...], how: sides.Files) -> Report:
     """Open both sides, measure and diagnose."""
     from eagle_parity.diagnosis.diagnose import diagnose
     from eagle_parity.diagnosis.expectation import declared_boundaries
@@ -36,7 +44,8 @@ def measure(training: Path, serving: Path, draft: Path | None, floors: tuple[Pat
     from eagle_parity.draft.checkpoint import open_draft
     from eagle_parity.dump import open_dump
 
-    ours, theirs = open_dump(training), open_dump(serving)
+    theirs = open_dump(serving)
+    ours = sides.open_side(training, how, theirs.facts.model)
     ids = None if draft is None else open_draft(draft).declared_ids
     with output.measuring(len(theirs.tokens.token_ids)) as step:
         case = study(ours, theirs, ids, floors=tuple(open_dump(path) for path in floors), step=step)

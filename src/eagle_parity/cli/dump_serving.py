@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eagle_parity.cli.output import say
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _prompts(path: Path | None, tokens_from: Path | None) -> list[Prompt]:
     assert tokens_from is not None
     found = replay(open_dump(tokens_from).tokens)
     for sentence in found.skipped:
-        _say(f"warning: {tokens_from}: {sentence}")
+        say(f"warning: {tokens_from}: {sentence}")
     if not found.sequences:
         raise InputError(
             f"{tokens_from} holds no sequence that begins at position 0, so there is nothing to send",
@@ -163,7 +163,7 @@ def _site(
     from eagle_parity.captures.server import API_KEY, connect, launched
 
     if server is None:
-        with launched(words, timeout=timeout, say=_say) as started:
+        with launched(words, timeout=timeout, say=say) as started:
             yield started
         return
     running = connect(server, timeout=timeout, api_key=os.environ.get(API_KEY))
@@ -189,7 +189,7 @@ def _record(
     site = check(server, directory, started_here=probing.started_here)
     expected = estimate(site, prompts, probing.max_new_tokens)
     check_size(expected, output, cap)
-    _say(
+    say(
         f"SGLang {site.info['version']}, {len(site.hellos)} ranks, {len(prompts)} prompts, about "
         f"{human(planned_bytes(expected))}"
     )
@@ -212,7 +212,7 @@ def _record(
         finally:
             recording.discard()
     for message in recording.messages:
-        _say(message)
+        say(message)
     _say_notes(recording)
     print(_summary(output, recording))
 
@@ -220,12 +220,12 @@ def _record(
 def _say_notes(recording: Recording) -> None:
     notes = recording.notes
     if notes.unequal:
-        _say(
+        say(
             f"warning: the draft was not given what the target computed in {notes.unequal} of {notes.compared} rows; "
             "the slots hold what the draft was given"
         )
     if notes.shifted:
-        _say(
+        say(
             f"warning: the draft was not given the next tokens beside the states of {notes.shifted[0]} "
             f"and {len(set(notes.shifted)) - 1} more prompts"
         )
@@ -244,7 +244,3 @@ def _summary(output: Path, recording: Recording) -> str:
         f"{output}: {len(plan.tensors)} ranks, {slots}, {rows} tokens, {human(planned_bytes(plan))}, "
         f"accept length {accept}\n{recording.facts().source.detail}"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from eagle_parity.cli import output
+from eagle_parity.cli import training as sides
 from eagle_parity.errors import InputError, UsageError
-from eagle_parity.records import FINAL_NORM, Boundary
+from eagle_parity.records import FINAL_NORM
 
 if TYPE_CHECKING:
     from eagle_parity.captures.prompts import TokenSequence
@@ -44,8 +45,16 @@ def command(
         Path, typer.Option("--output", "-o", metavar="DIR", envvar="EAGLE_PARITY_OUTPUT", help="Where the dump goes.")
     ],
     model: Annotated[
-        str, typer.Option(metavar="DIR", envvar="EAGLE_PARITY_MODEL", help="The target: a directory, or a hub name.")
-    ],
+        str | None,
+        typer.Option(metavar="DIR", envvar="EAGLE_PARITY_MODEL", help="The target: a directory, or a hub name."),
+    ] = None,
+    source_files: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="PATH", help="Take the states from training files instead of a forward."),
+    ] = None,
+    reader: sides.ReaderOption = None,
+    reference: sides.ReferenceOption = None,
+    strict: sides.StrictOption = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -111,10 +120,21 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Record the target's hidden states with Hugging Face transformers: what the draft should be fed.
+    """Record what the draft should be fed: the target's hidden states at its layer boundaries.
 
-    One prompt a forward, in the model's dtype. Either --prompts or --tokens-from.
+    From a forward with Hugging Face transformers, one prompt at a time in the model's dtype (--model, and either
+    --prompts or --tokens-from), or from training files as they lie on disk (--from).
     """
+    if source_files is not None:
+        if prompts is not None or tokens_from is not None:
+            raise UsageError(
+                "--from takes tokens and states from the files", fix="leave out --prompts and --tokens-from"
+            )
+        how = sides.files(reference, reader, slots, limit, sample or 0, strict)
+        _convert(source_files, how, model, boundaries, out, overwrite, max_bytes)
+        return
+    if model is None:
+        raise UsageError("no source was given", fix="give --model DIR with --prompts FILE, or --from PATH")
     if (prompts is None) == (tokens_from is None):
         raise UsageError(
             "expected one of --prompts and --tokens-from, got " + ("none" if prompts is None else "both"),
@@ -122,8 +142,8 @@ def command(
         )
     if sample is not None and limit is None:
         raise UsageError("--sample draws the prompts that --limit counts", fix="give --limit N too")
-    chosen = None if boundaries.strip() == "all" else parse_boundaries(boundaries, "--boundaries")
-    trained = None if slots is None else parse_boundaries(slots, "--slots")
+    chosen = None if boundaries.strip() == "all" else sides.parse_boundaries(boundaries, "--boundaries")
+    trained = None if slots is None else sides.parse_boundaries(slots, "--slots")
 
     # Imported here, so that a wrong command line is answered, and --help printed, without loading torch.
     from eagle_parity import dump
@@ -145,33 +165,42 @@ def command(
         hf.all_boundaries(source) if chosen is None else chosen,
         slot_boundaries=trained,
         device=device.value,
-        say=_say,
+        say=output.say,
     )
     size = dump.human(dump.planned_bytes(stream.plan))
-    _say(f"{len(sequences)} prompts, {stream.plan.tokens} tokens, {len(stream.plan.tensors[0])} boundaries: {size}")
+    output.say(
+        f"{len(sequences)} prompts, {stream.plan.tokens} tokens, {len(stream.plan.tensors[0])} boundaries: {size}"
+    )
     cap = dump.DEFAULT_CAP if max_bytes is None else max_bytes
     # The writer claims its place before the weights are loaded: minutes, for a large target.
     with dump.DumpWriter(out, stream.plan, overwrite=overwrite, cap=cap) as writer:
-        _say(f"loading {model}")
+        output.say(f"loading {model}")
         _write(writer, stream)
     typer.echo(f"{out}: {len(sequences)} requests, {stream.plan.tokens} tokens, {size}")
     typer.echo("boundaries " + _listed(stream) + ("" if trained is None else f"; slots {', '.join(map(str, trained))}"))
 
 
-def parse_boundaries(text: str, flag: str) -> tuple[Boundary, ...]:
-    """`2,3,final.norm` -> (2, 3, "final.norm"). Raises UsageError naming the flag."""
-    found: list[Boundary] = []
-    for part in (part.strip() for part in text.split(",")):
-        if part == FINAL_NORM:
-            found.append(FINAL_NORM)
-        elif part.removeprefix("-").isdecimal():
-            found.append(int(part))
-        else:
-            raise UsageError(
-                f"{flag}: expected numbers and {FINAL_NORM}, separated by commas, got {text!r}",
-                fix=f"write it like {flag} 2,3,5",
-            )
-    return tuple(found)
+def _convert(
+    path: Path, how: sides.Files, model: str | None, boundaries: str, out: Path, overwrite: bool, max_bytes: int | None
+) -> None:
+    """Write a dump from training files, or from a part of another dump."""
+    from eagle_parity import dump, readers
+
+    dump.check_target(out, overwrite=overwrite)
+    chosen = None if boundaries.strip() == "all" else sides.parse_boundaries(boundaries, "--boundaries")
+    if readers.is_own_dump(path):
+        stream = readers.stream_capture(dump.open_dump(path), chosen, limit=how.limit, seed=how.seed)
+    else:
+        target = None if model is None else readers.read_model(Path(model))
+        stream = readers.stream_training(sides.open_files(path, how, target, limit=how.limit), chosen)
+    size = dump.human(dump.planned_bytes(stream.plan))
+    output.say(f"{stream.plan.tokens} tokens, {len(stream.plan.tensors[0])} boundaries: {size}")
+    cap = dump.DEFAULT_CAP if max_bytes is None else max_bytes
+    with dump.DumpWriter(out, stream.plan, overwrite=overwrite, cap=cap) as writer:
+        _write(writer, stream)
+    typer.echo(f"{out}: {stream.plan.tokens} tokens, {size}")
+    trained = stream.plan.facts.slot_boundaries
+    typer.echo("boundaries " + _listed(stream) + ("" if trained is None else f"; slots {', '.join(map(str, trained))}"))
 
 
 def _from_prompts(path: Path, source: Target, limit: int | None, seed: int | None) -> list[TokenSequence]:
@@ -201,7 +230,7 @@ def _from_dump(path: Path, source: Target, limit: int | None, seed: int | None) 
             )
     found = replay(opened.tokens)
     for why in found.skipped:
-        _say(f"warning: not replayed: {why}")
+        output.say(f"warning: not replayed: {why}")
     if not found.sequences:
         raise InputError(
             f"{path}: none of its {len(opened.tokens.requests)} requests can be replayed"
@@ -240,7 +269,3 @@ def _listed(stream: Stream) -> str:
     if any(spec.name == FINAL_NORM for spec in stream.plan.tensors[0]):
         parts.append(FINAL_NORM)
     return ", ".join(parts)
-
-
-def _say(text: str) -> None:
-    output.stderr().print(text, soft_wrap=True, markup=False)

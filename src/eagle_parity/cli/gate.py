@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from eagle_parity.cli import compare, options, output, which_layers
+from eagle_parity.cli import training as sides
 
 
 def command(
@@ -15,25 +17,40 @@ def command(
     serving: options.Serving,
     draft: options.DraftOption = None,
     floor: options.FloorOption = None,
+    slots: sides.SlotsOption = None,
+    reference: sides.ReferenceOption = None,
+    reader: sides.ReaderOption = None,
+    limit: sides.LimitOption = None,
+    sample: sides.SampleOption = 0,
+    strict: sides.StrictOption = False,
     format: Annotated[
         options.Format, typer.Option("--format", envvar="EAGLE_PARITY_FORMAT", help="What to print on stdout.")
     ] = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
     """compare and, with --draft, which-layers: the verdict, one line a finding, one exit code for a shell script."""
-    from eagle_parity.gate import exit_code, lines, worst
+    from eagle_parity.gate import distinct, exit_code, lines, worst
     from eagle_parity.report import summary, to_document
 
     targets = options.report_targets(report)
-    reports = [compare.measure(training, serving, draft, tuple(floor or ()))]
+    how = sides.files(reference, reader, slots, limit, sample, strict)
+    reports = [compare.measure(training, serving, draft, tuple(floor or ()), how)]
     if draft is not None:
-        reports.append(which_layers.measure(training, serving, draft))
+        reports.append(which_layers.measure(training, serving, draft, how))
     verdict = worst(reports)
     decisive = next((r for r in reports if r.verdict == verdict), reports[0])
     text = "\n".join([f"{verdict.upper()} {summary(decisive)}", *lines(reports)]) + "\n"
     document = to_document(decisive) | {"command": "gate", "verdict": verdict}
-    as_json = json.dumps(document, indent=1) + "\n"
+    whole = replace(decisive, command="gate", verdict=verdict, findings=distinct(reports))
+
+    def content(kind: options.Format) -> str:
+        if kind is options.Format.table:
+            return text
+        if kind is options.Format.json:
+            return json.dumps(document, indent=1) + "\n"
+        return output.render(whole, kind)
+
     for kind, path in targets:
-        output.write_text(path, as_json if kind is options.Format.json else text)
-    typer.echo(as_json if format is options.Format.json else text, nl=False)
+        output.write_text(path, content(kind))
+    typer.echo(content(format), nl=False)
     return exit_code(verdict)

@@ -13,7 +13,18 @@ from pathlib import Path
 import typer
 
 from eagle_parity import __version__
-from eagle_parity.cli import check, compare, dump_serving, dump_training, explain, gate, output, settings, which_layers
+from eagle_parity.cli import (
+    check,
+    compare,
+    dump_serving,
+    dump_training,
+    explain,
+    gate,
+    inspect,
+    output,
+    settings,
+    which_layers,
+)
 from eagle_parity.errors import EagleParityError, UsageError
 
 BUG = 70
@@ -41,6 +52,7 @@ app.command("compare")(compare.command)
 app.command("which-layers")(which_layers.command)
 app.command("check")(check.command)
 app.command("gate")(gate.command)
+app.command("inspect")(inspect.command)
 app.command("explain")(explain.command)
 
 

@@ -21,7 +21,9 @@ class Format(str, enum.Enum):
     markdown = "markdown"
 
 
-Training = Annotated[Path, typer.Argument(help="The training dump.", show_default=False)]
+Training = Annotated[
+    Path, typer.Argument(help="The training side: a dump, or training files as they lie on disk.", show_default=False)
+]
 Serving = Annotated[Path, typer.Argument(help="The serving dump.", show_default=False)]
 DraftOption = Annotated[
     Path | None,

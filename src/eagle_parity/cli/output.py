@@ -82,6 +82,19 @@ def measuring(rows: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.advance(task, done)
 
 
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar whose total is learnt on the way; yields the function to call with (done, total)."""
+    with progress() as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    stderr().print(text, soft_wrap=True, markup=False)
+
+
 def render(report: Report, format: Format, *, width: int | None = None) -> str:
     """A report as text; a terminal's colours are left to `deliver`."""
     from eagle_parity import report as reports

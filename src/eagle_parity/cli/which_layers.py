@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle_parity.cli import options, output
+from eagle_parity.cli import training as sides
 from eagle_parity.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ def command(
             "--engine", metavar="sglang==VERSION", help="Without SERVING: the engine to judge the config for."
         ),
     ] = None,
+    slots: sides.SlotsOption = None,
+    reference: sides.ReferenceOption = None,
+    reader: sides.ReaderOption = None,
+    limit: sides.LimitOption = None,
+    sample: sides.SampleOption = 0,
+    strict: sides.StrictOption = False,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -36,20 +43,24 @@ def command(
     if draft is None:
         raise UsageError("which-layers needs the draft checkpoint", fix="give it with --draft DIR")
     targets = options.report_targets(report)
-    return output.deliver(measure(training, serving, draft, parse_engine(engine)), format, targets)
+    how = sides.files(reference, reader, slots, limit, sample, strict)
+    return output.deliver(measure(training, serving, draft, how, parse_engine(engine)), format, targets)
 
 
-def measure(training: Path, serving: Path | None, draft: Path, engine: Engine | None = None) -> Report:
+def measure(
+    training: Path, serving: Path | None, draft: Path, how: sides.Files, engine: Engine | None = None
+) -> Report:
     """Open what is given and put the answers side by side."""
     from eagle_parity.diagnosis.layers import compare_layers, declare_layers
     from eagle_parity.diagnosis.study import study
     from eagle_parity.draft.checkpoint import open_draft
     from eagle_parity.dump import open_dump
 
-    checkpoint, ours = open_draft(draft), open_dump(training)
+    checkpoint = open_draft(draft)
     if serving is None:
-        return declare_layers(ours, checkpoint, engine)
+        return declare_layers(sides.open_side(training, how), checkpoint, engine)
     theirs = open_dump(serving)
+    ours = sides.open_side(training, how, theirs.facts.model)
     with output.measuring(len(theirs.tokens.token_ids)) as step:
         return compare_layers(study(ours, theirs, checkpoint.declared_ids, step=step), checkpoint)
 

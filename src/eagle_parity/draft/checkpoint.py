@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from eagle_parity.draft.config import NAME as CONFIG
 from eagle_parity.draft.config import NO_CONFIG, DeclaredIn, Dialect, DraftConfig, read_config
 from eagle_parity.draft.weights import TRAINING_STATE, DraftTensor, find_tensors
 from eagle_parity.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 Style: TypeAlias = Literal["llama", "mla"]
 

@@ -1,4 +1,8 @@
-"""Where a draft's tensors lie and how they are called: headers only, one spelling for all trainers."""
+"""Where a draft's tensors lie and how they are called: headers only, one spelling for all trainers.
+
+torch is imported where a tensor is loaded or a pickle opened, and not for the headers of safetensors: `check` must
+answer in less time than torch needs to be imported.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from eagle_parity.errors import InputError
-from eagle_parity.readers import pickled
-from eagle_parity.tensorfile import dtype_name, open_tensorfile
+from eagle_parity.tensorheader import read_header
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,6 +39,8 @@ class DraftTensor:
     def load(self) -> torch.Tensor:
         """The tensor in its own dtype, [*shape], as a copy. Raises InputError when the file has changed."""
         if self.file.suffix == ".safetensors":
+            from eagle_parity.tensorfile import open_tensorfile
+
             return open_tensorfile(self.file).read(self.stored_name)
         return _state_dict(self.file)[self.stored_name].detach().clone()
 
@@ -97,8 +103,10 @@ def _spelled(tensors: list[DraftTensor]) -> dict[str, DraftTensor]:
 
 def _read(file: Path) -> list[DraftTensor]:
     if file.suffix == ".safetensors":
-        entries = open_tensorfile(file).entries
+        entries = read_header(file).entries
         return [DraftTensor(spelled(name), name, file, entry.dtype, entry.shape) for name, entry in entries.items()]
+    from eagle_parity.tensorfile import dtype_name
+
     tensors = _state_dict(file)
     return [
         DraftTensor(spelled(name), name, file, dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -108,6 +116,10 @@ def _read(file: Path) -> list[DraftTensor]:
 
 def _state_dict(file: Path) -> Mapping[str, torch.Tensor]:
     """The name -> tensor mapping of a pickle: bare, or SpecForge's under `draft_state_dict` (SpecForge, training)."""
+    import torch
+
+    from eagle_parity.readers import pickled
+
     content = pickled.load(file)
     held = content.get("draft_state_dict", content) if isinstance(content, dict) else content
     tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor)} if isinstance(held, dict) else {}

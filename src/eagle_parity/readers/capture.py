@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from eagle_parity.errors import InputError
 from eagle_parity.readers.stored import Stored
 from eagle_parity.readers.training import Training
 from eagle_parity.records import Boundary, Facts, Request, Source, TensorSpec, Tokens, boundary_name
+from eagle_parity.tensorfile import DTYPES
 
 RANK = 0
 
@@ -57,32 +57,41 @@ class TrainingCapture:
         del rank, name
 
     def read(self, rank: int, name: str, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of a tensor, [end - begin, W]. One sample is open at a time.
+        """Rows [begin, end) of a tensor, [end - begin, W]. Only the samples in it are open.
 
         Raises InputError when a file has changed since it was opened.
         """
         del rank
         block, spec = self._specs[name]
+        if begin >= end:
+            return torch.empty((0, spec.width), dtype=DTYPES[spec.dtype])
+        first = bisect.bisect_right(self._begins, begin) - 1
+        last = bisect.bisect_left(self._begins, end)
         parts = []
-        for number in range(bisect.bisect_right(self._begins, begin) - 1, len(self._begins) - 1):
-            first, last = self._begins[number], self._begins[number + 1]
-            if first >= end:
-                break
-            sample = self._samples.get(number)
-            parts.append(sample.blocks[block].read(max(begin, first) - first, min(end, last) - first))
-        if not parts:
-            return torch.empty((0, spec.width), dtype=self._samples.get(0).blocks[block].dtype)
+        for number, sample in zip(range(first, last), self._samples.get(first, last), strict=True):
+            start, stop = self._begins[number], self._begins[number + 1]
+            parts.append(sample.blocks[block].read(max(begin, start) - start, min(end, stop) - start))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Samples:
-    """The samples of a `Training`, the one that was used last kept open: callers read it tensor by tensor."""
+    """The samples of a `Training`. Those of the last stretch stay open: callers read it tensor by tensor."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.get = functools.lru_cache(maxsize=1)(self._open)
+        self._open: dict[int, Stored] = {}
 
-    def _open(self, number: int) -> Stored:
+    def get(self, first: int, last: int) -> list[Stored]:
+        """The samples first..last-1."""
+        # The ones that are not wanted any more go before others come. A dict of its own makes it safe for threads.
+        held = {number: sample for number, sample in self._open.items() if first <= number < last}
+        self._open = held
+        for number in range(first, last):
+            if number not in held:
+                held[number] = self._load(number)
+        return [held[number] for number in range(first, last)]
+
+    def _load(self, number: int) -> Stored:
         sample = self._training.load(number)
         if sample.length != self._training.lengths[number]:
             raise InputError(

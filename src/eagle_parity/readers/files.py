@@ -26,7 +26,7 @@ SIDE_FILES = frozenset(
         "model.safetensors",
     }
 )
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"\d+")
 _NUMBERED = re.compile(r"^(.*?)(\d+)$")
 _OWN = "tokens.safetensors"
 
@@ -70,8 +70,8 @@ def is_own_dump(path: Path) -> bool:
     return isinstance(document, dict) and document.get("format") == "eagle-parity-dump"
 
 
-def _natural(name: str) -> list[str | tuple[int, str]]:
-    return [part if i % 2 == 0 else f"{int(part):020d}" for i, part in enumerate(_DIGITS.split(name))]
+def _natural(name: str) -> str:
+    return _DIGITS.sub(lambda digits: digits[0].zfill(20), name)
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -9,17 +9,17 @@ Format: https://github.com/pytorch/pytorch, torch/serialization.py (`_save`, `_l
 from __future__ import annotations
 
 import gzip
-import io
 import re
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 
-from eagle_parity.errors import InputError
+from eagle_parity.errors import EnvironmentFailure, InputError
 
 MAX_DECOMPRESSED = 4 * 2**30
 """Bytes that one gzip file may become. A sample of 32,768 tokens of 4 x 7168 bf16 has 1.8 GiB."""
@@ -33,49 +33,65 @@ _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 
 
 def load(path: Path, *, max_decompressed: int = MAX_DECOMPRESSED) -> Any:
-    """What `torch.save` wrote at `path`, plain or inside gzip; tensors of a plain file are views of the mapped file.
+    """What `torch.save` wrote at `path`, plain or inside gzip; tensors are views of the mapped file.
 
-    A gzip file is decompressed in memory, up to `max_decompressed` bytes. Raises InputError naming the file: not such
-    an archive, truncated, damaged, or holding anything that is not a tensor, a number, a string or a container.
+    A gzip file is decompressed into a temporary file first, up to `max_decompressed` bytes. Raises InputError naming
+    the file: not such an archive, truncated, damaged, or holding anything that is not a tensor, a number, a string or
+    a container; EnvironmentFailure when there is no room to decompress it.
     """
     path = Path(path)
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP_MAGIC
-        if packed:
-            unpacked = _decompress(path, max_decompressed)
-            sizes = _check_archive(path, unpacked)
-            unpacked.seek(0)
-            return _checked(path, _load(path, unpacked, mmap=False), sizes)
-        with path.open("rb") as file:
-            sizes = _check_archive(path, file)
+        if not packed:
+            return _opened(path, path)
+        # A file rather than memory: it is mapped like any other, and what was mapped goes back to the system at once.
+        with tempfile.NamedTemporaryFile(prefix="eagle-parity-") as unpacked:
+            _decompress(path, unpacked, max_decompressed)
+            return _opened(path, Path(unpacked.name))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", fix="check the path and its permissions") from None
-    return _checked(path, _load(path, str(path), mmap=True), sizes)
+
+
+def _opened(path: Path, plain: Path) -> Any:
+    with plain.open("rb") as file:
+        sizes = _check_archive(path, file)
+    return _checked(path, _load(path, plain), sizes)
 
 
 def _broken(path: Path, why: str) -> InputError:
     return InputError(f"{path}: not a usable torch.save file: {why}", fix="write the file again; it is damaged")
 
 
-def _decompress(path: Path, limit: int) -> io.BytesIO:
+def _decompress(path: Path, into: IO[bytes], limit: int) -> None:
     limit = min(limit, MAX_RATIO * path.stat().st_size + _CHUNK)
-    data = io.BytesIO()
+    done = 0
     try:
         with gzip.open(path, "rb") as file:
             while chunk := file.read(_CHUNK):
-                data.write(chunk)
-                if data.tell() > limit:
+                done += len(chunk)
+                if done > limit:
                     raise InputError(
                         f"{path}: decompresses to more than {limit} bytes",
                         fix="this is no hidden-state file; remove it",
                     )
+                _write(path, into, chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _broken(path, f"the gzip stream is damaged ({error}); truncated?") from None
-    return data
 
 
-def _check_archive(path: Path, file: BinaryIO) -> frozenset[int]:
+def _write(path: Path, into: IO[bytes], chunk: bytes) -> None:
+    try:
+        into.write(chunk)
+        into.flush()
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{path} cannot be decompressed in {tempfile.gettempdir()}: {error.strerror or error}",
+            fix="free disk space there, or point TMPDIR to a directory that has some",
+        ) from error
+
+
+def _check_archive(path: Path, file: IO[bytes]) -> frozenset[int]:
     """The sizes of the tensor records of an archive that is laid out as torch.save does it."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -96,9 +112,9 @@ def _check_archive(path: Path, file: BinaryIO) -> frozenset[int]:
     return frozenset(entry.file_size for entry in entries if "/data/" in entry.filename) | {0}
 
 
-def _load(path: Path, source: str | BinaryIO, *, mmap: bool) -> Any:
+def _load(path: Path, plain: Path) -> Any:
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(str(plain), map_location="cpu", weights_only=True, mmap=True)
     # The unpickler raises nearly every type on arbitrary bytes; whatever it is, the file cannot be used.
     except Exception as error:
         forbidden = _FORBIDDEN.search(str(error))
