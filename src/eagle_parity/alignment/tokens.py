@@ -14,6 +14,7 @@ import numpy as np
 from eagle_parity.records import IntArray, Request, Tokens
 
 KEY = 8  # tokens that a match must have in common before it is believed
+FARTHEST_SHIFT = 3  # positions counted from 1, or from after a BOS: not more
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def align(training: Tokens, serving: Tokens) -> TokenAlignment:
                 notes.append(Note(match.note[0], match.note[1], (label,)))
             if match.strand is None:
                 continue
-            count, at = match.count, match.at
-            pairs.append((match.strand.rows[at : at + count], strand.rows[:count]))
-            if count == len(strand.rows):
+            count, at, begin = match.count, match.at, match.begin
+            pairs.append((match.strand.rows[at : at + count], strand.rows[begin : begin + count]))
+            if begin + count == len(strand.rows):
                 end = int(strand.positions[-1])
                 pairs.extend(_continuation(serving, extra, match.strand, match.offset, end))
     if pairs:
@@ -129,7 +130,10 @@ def _strands(tokens: Tokens, requests: list[Request]) -> list[tuple[Strand, list
 class _Match:
     strand: Strand | None
     at: int = 0
+    """First aligned row of the training strand."""
     count: int = 0
+    begin: int = 0
+    """First aligned row of the serving strand."""
     offset: int = 0
     """Serving position minus training position of an aligned row."""
     note: tuple[str, str] | None = None
@@ -142,15 +146,24 @@ class _Index:
         self.strands = [
             strand for _, requests in _by_label(tokens.requests) for strand, _ in _strands(tokens, requests)
         ]
-        self._by_start: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        for number, strand in enumerate(self.strands):
-            for at, (position, token) in enumerate(zip(strand.positions.tolist(), strand.ids.tolist(), strict=True)):
-                self._by_start[position, token].append((number, at))
+        self._starts: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._runs: dict[tuple[int, ...], list[tuple[int, int]]] | None = None
+
+    def _at(self, position: int, token: int) -> list[tuple[int, int]]:
+        """The training rows (strand, row) with this token at this position."""
+        if position not in self._starts:
+            index: dict[int, list[tuple[int, int]]] = defaultdict(list)
+            for number, strand in enumerate(self.strands):
+                for row in np.flatnonzero(strand.positions == position).tolist():
+                    index[int(strand.ids[row])].append((number, row))
+            self._starts[position] = index
+        return self._starts[position].get(token, [])
 
     def match(self, strand: Strand) -> _Match:
         """The training strand that holds the longest leading part of a serving strand."""
         best = self._in_place(strand)
+        if best.note is not None:
+            return best
         if best.count >= min(KEY, len(strand.rows)):
             if best.count < len(strand.rows):
                 return self._cut(strand, best)
@@ -160,7 +173,7 @@ class _Index:
 
     def _in_place(self, strand: Strand) -> _Match:
         found: list[tuple[int, int, Strand]] = []
-        for number, at in self._by_start.get((strand.first, int(strand.ids[0])), ()):
+        for number, at in self._at(strand.first, int(strand.ids[0])):
             other = self.strands[number]
             found.append((_common(strand, other, at), at, other))
         if not found:
@@ -169,14 +182,11 @@ class _Index:
         best = [item for item in found if item[0] == count]
         _, at, other = best[0]
         if strand.first > 0 and any(not np.array_equal(other.ids[:at], o.ids[:a]) for _, a, o in best[1:]):
-            return _Match(
-                None,
-                note=(
-                    "undetermined",
-                    "rows begin after a prefix that was not captured, and several training prompts with different "
-                    "beginnings fit them: left out",
-                ),
+            text = (
+                "rows begin after a prefix that was not captured, and several training prompts with different "
+                "beginnings fit them: left out"
             )
+            return _Match(None, note=("undetermined", text))
         return _Match(other, at, count)
 
     def _cut(self, strand: Strand, match: _Match) -> _Match:
@@ -189,7 +199,7 @@ class _Index:
         return _Match(match.strand, match.at, match.count, note=note)
 
     def _moved(self, strand: Strand) -> _Match:
-        """The longest common run anywhere: a lost prefix, shifted positions, or tokens in front."""
+        """The longest common run anywhere: shifted positions, a beginning that training lost, or another template."""
         if self._runs is None:
             self._runs = defaultdict(list)
             for number, other in enumerate(self.strands):
@@ -209,21 +219,19 @@ class _Index:
         if best is None:
             return _Match(None)
         same, here, at, other = best
-        if here > 0:
-            return _Match(
-                None,
-                note=(
-                    "template-mismatch",
-                    f"serving puts {here} tokens before a run of {same} that training has from its token {at} on: "
-                    "the contexts differ, so these rows were left out",
-                ),
-            )
-        offset = strand.first - int(other.positions[at])
-        if at == 0:
+        if at == 0 and other.first == int(strand.positions[here]):
+            note = ("rows-lost", f"the first {here} tokens of the prompt have no rows on the training side")
+            return _Match(other, at, same, begin=here, note=note)
+        offset = int(strand.positions[here]) - int(other.positions[at])
+        if here == at == 0 and abs(offset) <= FARTHEST_SHIFT:
             note = ("token-shift", f"positions differ by {offset} while the tokens are the same")
-        else:
-            note = ("rows-lost", f"the first {at} tokens of the prompt have no rows on the serving side")
-        return _Match(other, at, same, offset, note)
+            return _Match(other, at, same, offset=offset, note=note)
+        # A run that begins elsewhere than its prompt has other tokens before it: another context, other states.
+        text = (
+            f"training has from position {int(other.positions[at])} on the {same} tokens that serving has from "
+            f"{int(strand.positions[here])} on, with other tokens before them: left out"
+        )
+        return _Match(None, note=("template-mismatch", text))
 
 
 def _equal_run(a: IntArray, b: IntArray) -> int:
