@@ -209,6 +209,7 @@ def test_without_parents_the_accepted_rows_are_the_path() -> None:
     training = tokens(whole([[*PROMPT, 7, 9, 10]]))
     found = align(training, verify(PROMPT, TREE, [1, 0, 1, 0, 1], parents=False))
     assert found.serving.tolist() == [*range(12), 12, 14, 16]
+    assert found.unaligned == 0  # a rejected branch is nobody's to replay
     # and without either, the branches cannot be told apart
     found = align(training, verify(PROMPT, TREE, None, parents=False))
     assert found.serving.tolist() == list(range(12))

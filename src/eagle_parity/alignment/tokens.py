@@ -48,7 +48,7 @@ class TokenAlignment:
     serving: IntArray
     notes: tuple[Note, ...]
     unaligned: int
-    """Serving rows that have no counterpart."""
+    """Serving rows that have no counterpart, rejected branches of draft trees left out: nobody replays those."""
 
 
 def align(training: Tokens, serving: Tokens) -> TokenAlignment:
@@ -74,7 +74,9 @@ def align(training: Tokens, serving: Tokens) -> TokenAlignment:
         left, right = left[order], right[order]
     else:
         left = right = np.empty(0, dtype=np.int64)
-    return TokenAlignment(left, right, _merged(notes), len(serving.token_ids) - len(right))
+    wanted = np.ones(len(serving.token_ids), dtype=bool) if serving.accepted is None else serving.accepted != 0
+    wanted[right] = False
+    return TokenAlignment(left, right, _merged(notes), int(wanted.sum()))
 
 
 def _merged(notes: list[Note]) -> tuple[Note, ...]:

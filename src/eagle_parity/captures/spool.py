@@ -46,6 +46,8 @@ KEPT_BYTES = 16 * 2**30  # a rank's records that no client has collected yet
 PENDING_BYTES = 512 * 2**20  # a rank's records in memory, waiting for the disk
 SPARE_BYTES = 2**30  # of the disk, left to the server whatever happens …
 SPARE_FRACTION = 0.05  # … or this part of a disk that is smaller than that
+QUIET_SECONDS = 0.05  # without a new record, after which the waiting ones are written …
+LAZY_BYTES = 64 * 2**20  # … or as soon as this much waits
 STALE_SECONDS = 3600.0  # after which a record that nobody has collected may be deleted to make room
 
 _HEADER = "eagle_parity"
@@ -243,6 +245,7 @@ class SpoolWriter:
         self._pending = 0
         self._order = 0
         self._finished = 0
+        self._latest = 0.0
         self._kept: deque[tuple[Path, int, float]] = deque()
         self._thread: threading.Thread | None = None
         self._warned = False
@@ -259,6 +262,7 @@ class SpoolWriter:
                     why = f"more than {self._pending_limit} bytes were waiting for the disk"
                     header, tensors, size = _lost(header, why), {}, 0
                 self._pending += size
+                self._latest = time.monotonic()
             self._jobs.put(_Job(header, tensors, _event(tensors), size))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="eagle-parity-spool", daemon=True)
@@ -289,6 +293,7 @@ class SpoolWriter:
             job = self._jobs.get()
             if job is None:
                 return
+            self._wait_for_quiet(job)
             try:
                 self._store(job)
             except BaseException as error:
@@ -300,6 +305,13 @@ class SpoolWriter:
                 self._pending -= job.size
                 self._finished += 1
             del job
+
+    def _wait_for_quiet(self, job: _Job) -> None:
+        """Let a request's forwards go by first: this thread takes turns with the scheduler's, and each turn costs it."""
+        if job.header.kind == "end":
+            return
+        while self._pending < LAZY_BYTES and (wait := self._latest + QUIET_SECONDS - time.monotonic()) > 0:
+            time.sleep(wait)
 
     def _store(self, job: _Job) -> None:
         why = self._no_room(job.size) if job.size else None
