@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -226,9 +227,79 @@ def test_a_gap_in_the_context_ends_the_path() -> None:
     assert found.serving.tolist() == [*range(12), 12]
 
 
-def test_a_thousand_prompts_align() -> None:
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, 150_000, (1000, 100)).tolist()
-    training, serving = whole(prompts), whole(prompts[::-1])
-    found = align(tokens(training), tokens(serving))
+# ----------------------------------------------------------------------------------------------- padding, packing
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=long_prompts, pad=st.integers(1, 9), right=st.integers(0, 5))
+def test_left_padding_whose_positions_do_not_count_is_undone(prompt: list[int], pad: int, right: int) -> None:
+    """A padded batch of the training side: positions 0 for the padding, then 0, 1, 2, …"""
+    size = pad + len(prompt) + right
+    training = Tokens(
+        np.array([0] * pad + prompt + [0] * right, dtype=np.int64),
+        np.array([0] * pad + list(range(len(prompt) + right)), dtype=np.int64),
+        (Request("t", 0, size),),
+    )
+    found = align(training, tokens(whole([prompt])))
     assert found.unaligned == 0
+    assert found.training.tolist() == list(range(pad, pad + len(prompt)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=long_prompts, pad=st.integers(1, 9))
+def test_left_padding_that_counts_is_named(prompt: list[int], pad: int) -> None:
+    padded = (*[0] * pad, *[token + 1 for token in prompt])
+    found = align(tokens(whole([padded])), tokens(whole([[token + 1 for token in prompt]])))
+    assert len(found.serving) == 0
+    assert [note.code for note in found.notes] == ["template-mismatch"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompts=st.lists(long_prompts, min_size=2, max_size=4))
+def test_packed_prompts_are_found_by_their_positions(prompts: list[list[int]]) -> None:
+    """Several prompts in one training sample, each counted from 0."""
+    ids = [token for prompt in prompts for token in prompt]
+    positions = [i for prompt in prompts for i in range(len(prompt))]
+    training = Tokens(np.array(ids, dtype=np.int64), np.array(positions, dtype=np.int64), (Request("t", 0, len(ids)),))
+    found = align(training, tokens(whole(prompts)[::-1]))
+    assert found.unaligned == 0
+    assert [ids[row] for row in found.training] == [t for prompt in prompts[::-1] for t in prompt]
+
+
+# ------------------------------------------------------------------------------------------------- notes and speed
+
+
+def test_notes_of_a_kind_are_one_note() -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 10_000, size).tolist() for size in range(20, 60)]
+    served = [Piece(f"s{i}", (10_001, *prompt), 0, len(prompt) + 1) for i, prompt in enumerate(prompts)]
+    (note,) = align(tokens(whole(prompts)), tokens(served)).notes
+    assert note.code == "template-mismatch"
+    assert note.message.startswith("training has from position 0 on tokens that serving has from position 1 on")
+    assert len(note.requests) == len(prompts)
+    parting = [
+        Piece(f"s{i}", (*prompt[: 10 + i], 10_001, *prompt[11 + i :]), 0, len(prompt))
+        for i, prompt in enumerate(prompts[:8])
+    ]
+    (note,) = align(tokens(whole(prompts)), tokens(parting)).notes
+    assert note.message == "token ids part at position 10 to 17: rows from there on were left out"
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "shared beginning", "one token in front", "warm cache", "one token only"])
+def test_a_thousand_prompts_align_quickly(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 150_000, (1000, 500))
+    if kind != "shuffled":
+        prompts[:, :250] = prompts[0, :250]
+    if kind == "one token only":
+        prompts[:] = 7
+    training, serving = whole(prompts.tolist()), whole(prompts[::-1].tolist())
+    if kind in ("one token in front", "one token only"):
+        serving = [Piece(p.label, (150_001, *p.context), 0, 501) for p in serving]
+    if kind == "warm cache":
+        serving = [Piece(p.label, p.context, 64 * (n % 4), 500) for n, p in enumerate(serving)]
+    sides = tokens(training), tokens(serving)
+    begin = time.process_time()
+    found = align(*sides)
+    assert time.process_time() - begin < 5  # it takes half a second; every pair of prompts would take minutes
+    assert found.unaligned == (501_000 if kind in ("one token in front", "one token only") else 0)

@@ -2,40 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from eagle_parity.alignment.views import RankView, View, blocks, rank_view
-from eagle_parity.metrics.channels import ChannelSums
-from eagle_parity.metrics.distances import FloatArray, numpy64, row_sums
+from eagle_parity.metrics.channels import ChannelSums, channel_sums
+from eagle_parity.metrics.distances import (
+    FloatArray,
+    RowSums,
+    angle,
+    joined,
+    numpy64,
+    products,
+    row_sums,
+    safely,
+    squares,
+    widened,
+)
 from eagle_parity.metrics.distribution import median, sign_test
+from eagle_parity.metrics.pairs import padded, pair_rel_l2
+from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, boundary_name
 
+PAIRS_BYTES = 16 * 2**20  # of float32 rows of all tensors together: few enough for a cache, enough to read in one go
 LUCK = 0.01  # p-value above which best and runner-up cannot be told apart
 
 
 @dataclass(frozen=True)
 class Match:
-    """Relative L2 of each aligned row to every boundary that the training side stores: float64 [N] each."""
+    """Relative L2 of each aligned row to every boundary that the training side stores: float64 [N] each.
+
+    Which boundary is nearest is decided by distance itself where `norms` (of the boundaries' rows) are known: relative
+    to each boundary's own norm, a noisy state seems nearer to a later boundary, since norms grow with depth.
+    """
 
     rel_l2: Mapping[Boundary, FloatArray]
+    norms: Mapping[Boundary, FloatArray] = field(default_factory=dict)
 
-    def medians(self, rows: np.ndarray[tuple[int], np.dtype[np.bool_]] | slice = slice(None)) -> dict[Boundary, float]:
-        """Median distance to each boundary over some of the rows."""
-        return {boundary: median(values[rows]) for boundary, values in self.rel_l2.items()}
+    def where(self, rows: NDArray[np.bool_]) -> Match:
+        """The match of some rows."""
+        return Match({b: v[rows] for b, v in self.rel_l2.items()}, {b: v[rows] for b, v in self.norms.items()})
+
+    @cached_property
+    def _distance(self) -> Mapping[Boundary, FloatArray]:
+        """Distances of each row on one scale."""
+        if self.norms.keys() != self.rel_l2.keys() or not self.norms:
+            return self.rel_l2
+        scale = np.maximum(np.mean(list(self.norms.values()), axis=0), np.finfo(np.float64).tiny)
+        return {b: np.where(v == 0, 0.0, v * (self.norms[b] / scale)) for b, v in self.rel_l2.items()}
+
+    @cached_property
+    def _medians(self) -> dict[Boundary, float]:
+        return {boundary: median(values) for boundary, values in self.rel_l2.items()}
+
+    def medians(self) -> dict[Boundary, float]:
+        """Median relative L2 to each boundary."""
+        return dict(self._medians)
+
+    @cached_property
+    def _ranking(self) -> list[Boundary]:
+        medians = {boundary: median(values) for boundary, values in self._distance.items()}
+        return sorted(medians, key=lambda b: (np.isnan(medians[b]), medians[b]))
 
     def ranking(self) -> list[Boundary]:
         """Boundaries by median distance, nearest first; NaN last."""
-        medians = self.medians()
-        return sorted(medians, key=lambda b: (np.isnan(medians[b]), medians[b]))
+        return list(self._ranking)
 
     @property
     def best(self) -> Boundary | None:
         """The nearest boundary; None when no row or no boundary was there to compare."""
         ranking = self.ranking()
-        return ranking[0] if ranking and not np.isnan(self.medians()[ranking[0]]) else None
+        return ranking[0] if ranking and not np.isnan(self._medians[ranking[0]]) else None
 
     @property
     def runner_up(self) -> Boundary | None:
@@ -48,15 +90,31 @@ class Match:
         """Runner-up's median distance over the best's; infinite for an exact match, None without a runner-up."""
         if self.best is None or self.runner_up is None:
             return None
-        medians = self.medians()
-        first, second = medians[self.best], medians[self.runner_up]
+        first, second = self._medians[self.best], self._medians[self.runner_up]
         if first == 0:
             return 1.0 if second == 0 else float("inf")
         return second / first
 
     def told_apart(self, first: Boundary, second: Boundary) -> bool:
         """Whether `first` is nearer than `second` on so many rows that it cannot be luck (sign test)."""
-        return sign_test(self.rel_l2[first], self.rel_l2[second]) < LUCK
+        return sign_test(self._distance[first], self._distance[second]) < LUCK
+
+    def strays(self, expected: Boundary, limits: Mapping[Boundary, float]) -> dict[Boundary, NDArray[np.bool_]]:
+        """Rows that hold another boundary: at its floor, and less than half as far away as the expected one.
+
+        A row whose routing flipped is at no boundary's floor. `limits`: the largest distance that counts as the floor.
+        """
+        if not self._distance or expected not in self._distance:
+            return {}
+        boundaries = list(self._distance)
+        nearest = np.argmin(np.nan_to_num(np.stack(list(self._distance.values())), nan=np.inf), axis=0)
+        found = {}
+        for i, boundary in enumerate(boundaries):
+            clear = self._distance[boundary] < 0.5 * self._distance[expected]
+            rows = (nearest == i) & clear & (self.rel_l2[boundary] <= limits[boundary])
+            if boundary != expected and rows.any():
+                found[boundary] = rows
+        return found
 
 
 def training_views(training: Capture) -> dict[Boundary, RankView]:
@@ -70,9 +128,10 @@ def training_views(training: Capture) -> dict[Boundary, RankView]:
     return found
 
 
+@one_thread()
 def match(
     serving: Mapping[str, View],
-    boundaries: Mapping[Boundary, RankView],
+    boundaries: Mapping[Boundary, View],
     serving_rows: IntArray,
     training_rows: IntArray,
     step: Callable[[int], None] | None = None,
@@ -81,29 +140,50 @@ def match(
 
     `step` is called with the number of rows done, for a progress bar.
     """
-    found: dict[str, dict[Boundary, list[FloatArray]]] = {
-        name: {b: [] for b, other in boundaries.items() if other.width == view.width} for name, view in serving.items()
-    }
-    width = max((view.width for view in serving.values()), default=1)
-    for block in blocks(len(serving_rows), width):
-        tensors = {name: view.read(serving_rows[block]).float() for name, view in serving.items()}
-        for boundary, view in boundaries.items():
-            reference = view.read(training_rows[block]).float()
-            for name, tensor in tensors.items():
-                if boundary in found[name]:
-                    found[name][boundary].append(numpy64(row_sums(tensor, reference).rel_l2()))
-        if step is not None:
-            step(block.stop - block.start)
-    return {name: Match({b: np.concatenate(parts) for b, parts in by.items() if parts}) for name, by in found.items()}
+    found: dict[str, Match] = {}
+    for width in sorted({view.width for view in serving.values()}):
+        ours = {name: view for name, view in serving.items() if view.width == width}
+        theirs = {boundary: view for boundary, view in boundaries.items() if view.width == width}
+        parts = []
+        for part in _pairs(list(ours.values()), list(theirs.values()), serving_rows, training_rows, width):
+            parts.append(part)
+            if step is not None:
+                step(part[0].shape[-1])
+        distances = np.concatenate([part[0] for part in parts], -1) if parts else np.empty((len(ours), 0, 0))
+        norms = dict(zip(theirs, np.concatenate([part[1] for part in parts], -1), strict=True)) if parts else {}
+        for name, values in zip(ours, distances, strict=True):
+            found[name] = Match(dict(zip(norms, values, strict=True)), norms)
+    return found
 
 
-def distances(serving: View, training: View, serving_rows: IntArray, training_rows: IntArray) -> FloatArray:
-    """Relative L2 of one tensor to another on paired rows: float64 [N]."""
-    parts = [
-        numpy64(row_sums(serving.read(serving_rows[block]), training.read(training_rows[block])).rel_l2())
-        for block in blocks(len(serving_rows), training.width)
-    ]
-    return np.concatenate(parts) if parts else np.empty(0)
+def _pairs(
+    ours: list[View], theirs: list[View], serving_rows: IntArray, training_rows: IntArray, width: int
+) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Relative L2 of all pairs of tensors, [ours, theirs, rows], and norms, [theirs, rows], block after block."""
+    sides = [(view, serving_rows) for view in ours] + [(view, training_rows) for view in theirs]
+    slices = list(blocks(len(serving_rows), padded(width) * len(sides), PAIRS_BYTES))
+    if not theirs or not slices:
+        return
+    wide = torch.float64 if any(view.read(rows[:1]).dtype == torch.float64 for view, rows in sides) else torch.float32
+    # One buffer for all blocks: fresh memory would cost as much as the sums.
+    buffer = torch.zeros(len(sides), slices[0].stop, padded(width), dtype=wide)
+    for block in slices:
+        part = buffer[:, : block.stop - block.start]
+        for place, (view, rows) in zip(part, sides, strict=True):
+            place[:, :width] = view.read(rows[block])
+        part = part.contiguous()
+        yield pair_rel_l2(part[: len(ours)], part[len(ours) :])
+
+
+@one_thread()
+def sums(
+    serving: View, training: View, serving_rows: IntArray, training_rows: IntArray, channels: slice = slice(None)
+) -> RowSums:
+    """Sums of one tensor with some of another's channels on paired rows."""
+    slices = blocks(len(serving_rows), training.width)
+    return joined(
+        [row_sums(serving.read(serving_rows[b]), training.read(training_rows[b])[:, channels]) for b in slices]
+    )
 
 
 @dataclass(frozen=True)
@@ -117,29 +197,40 @@ class Comparison:
     cosine_centred: FloatArray
 
 
+@one_thread()
 def compare(serving: View, training: View, serving_rows: IntArray, training_rows: IntArray) -> Comparison:
     """All per-token metrics of one pair, in two passes (the first finds means and massive channels)."""
+    slices = list(blocks(len(serving_rows), training.width))
+
+    def read(block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return widened(serving.read(serving_rows[block])), widened(training.read(training_rows[block]))
+
     ours, theirs = ChannelSums(serving.width), ChannelSums(training.width)
-    for block in blocks(len(serving_rows), training.width):
-        ours.add(serving.read(serving_rows[block]))
-        theirs.add(training.read(training_rows[block]))
-    keep = theirs.ordinary()
-    parts: list[tuple[FloatArray, ...]] = []
-    for block in blocks(len(serving_rows), training.width):
-        s = serving.read(serving_rows[block]).float()
-        t = training.read(training_rows[block]).float()
-        sums = row_sums(s, t)
-        parts.append(
-            (
-                numpy64(sums.cosine()),
-                numpy64(sums.rel_l2()),
-                numpy64(sums.norm_ratio()),
-                numpy64(row_sums(s[:, keep], t[:, keep]).cosine()),
-                numpy64(row_sums(s - ours.mean(), t - theirs.mean()).cosine()),
-            )
-        )
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0)] * 5
-    return Comparison(*columns)
+    for block in slices:
+        s, t = read(block)
+        ours.add(channel_sums(s))
+        theirs.add(channel_sums(t))
+    our_mean, their_mean, massive = ours.mean(), theirs.mean(), theirs.massive()
+
+    def measure(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        sums = [squares(s), squares(t), products(s, t), squares(s - t)]
+        a, b = s - our_mean, t - their_mean
+        sums += [squares(a), squares(b), products(a, b)]
+        if len(massive):
+            a, b = s.index_fill(1, massive, 0.0), t.index_fill(1, massive, 0.0)
+            sums += [squares(a), squares(b), products(a, b)]
+        return torch.stack(sums)
+
+    parts = [safely(measure, *read(block)) for block in slices]
+    sums = torch.cat(parts, 1) if parts else torch.empty((7, 0), dtype=torch.float64)
+    plain = RowSums(serving_sq=sums[0], training_sq=sums[1], dot=sums[2], difference_sq=sums[3])
+    return Comparison(
+        cosine=numpy64(plain.cosine()),
+        rel_l2=numpy64(plain.rel_l2()),
+        norm_ratio=numpy64(plain.norm_ratio()),
+        cosine_no_massive=numpy64(angle(sums[9], sums[7], sums[8]) if len(massive) else plain.cosine()),
+        cosine_centred=numpy64(angle(sums[6], sums[4], sums[5])),
+    )
 
 
 def sample(count: int, limit: int) -> IntArray:

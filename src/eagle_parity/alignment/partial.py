@@ -22,7 +22,9 @@ from eagle_parity.records import FINAL_NORM, Boundary, IntArray, residual_name
 
 How: TypeAlias = Literal["residual", "plain-sum", "residual-estimate", "without-residual"]
 
-NEARER = 0.85  # distance of a residual estimate to boundary K-1 over the truth's: at most this, see `residual_like`
+NEARER = 0.97  # distance of a residual estimate to boundary K-1 over the truth's: at most this, see `residual_like`
+LEAST, MOST = 0.1, 1.1  # the MLP's output over the step: less and the estimate is as good as the truth itself
+DETOUR = -0.4  # cosine of the two parts: below this they undo each other
 SHARED = 0.5  # what ranks do not share may have at most this cosine to the residual stream
 
 
@@ -43,20 +45,26 @@ def find_partial_sum(
     training_rows: IntArray,
     limits: Mapping[Boundary, float],
     expected: Boundary | None,
+    channels: torch.Tensor | None = None,
 ) -> PartialSum | None:
     """Look for a boundary that the ranks' tensors are parts of, the expected one first.
 
     `limits` holds, per boundary, the relative L2 up to which two tensors count as the same. Rows: the same number on
-    both sides. A sum that is the truth is proof; without one the residual estimate decides.
+    both sides. `channels`: indexes of those to look at. A sum that is the truth is proof; without one the residual
+    estimate decides.
     """
+
+    def seen(rows: torch.Tensor) -> torch.Tensor:
+        return rows.float() if channels is None else rows.float()[:, channels]
+
     candidates = sorted((b for b in boundaries if boundaries[b].width == views[0].width), key=lambda b: b != expected)
-    parts = torch.stack([view.read(serving_rows).float() for view in views])
+    parts = torch.stack([seen(view.read(serving_rows)) for view in views])
     total = parts.sum(0)
-    truth = {b: boundaries[b].read(training_rows).float() for b in candidates}
+    truth = {b: seen(boundaries[b].read(training_rows)) for b in candidates}
     proven = []
     for boundary, reference in truth.items():
         for how, whole in _sums(boundary, views):
-            distance = median(rel_l2(whole.read(serving_rows), reference))
+            distance = median(rel_l2(seen(whole.read(serving_rows)), reference))
             if distance <= limits[boundary]:
                 proven.append(PartialSum(boundary, how, whole, {"reconstruction_rel_l2": distance}))
     if proven:
@@ -64,7 +72,7 @@ def find_partial_sum(
     estimates = [
         estimate
         for boundary, reference in truth.items()
-        for estimate in _estimates(boundary, reference, boundaries, training_rows, parts, total)
+        for estimate in _estimates(boundary, reference, truth, parts, total)
     ]
     return min(estimates, key=lambda e: (e.boundary != expected, e.evidence["nearer"]), default=None)
 
@@ -78,18 +86,21 @@ def _sums(boundary: Boundary, views: tuple[RankView, ...]) -> Iterator[tuple[How
 
 
 def residual_like(estimate: torch.Tensor, truth: torch.Tensor, before: torch.Tensor) -> dict[str, float] | None:
-    """Whether an estimate of boundary K's residual is one: nearer to boundary K-1 than boundary K itself is.
+    """Whether an estimate of boundary K's residual is one. Rows [n, H] each; returns the evidence, or None.
 
-    The residual R lies between K-1 and K: it has the attention's output and not the MLP's. Anything added to the
-    truth that is unrelated to these (noise, another token's state) moves an estimate away from K-1, never nearer.
-    Rows [n, H] each; returns the evidence, or None.
+    The residual has the attention's output A and not yet the MLP's M, so it lies between K-1 and K: nearer to K-1 than
+    K is, and no detour, since A and M do not undo each other. Anything unrelated that was added to the truth (noise,
+    another token's state) takes the estimate away from K-1 and comes back in M with the opposite sign.
     """
-    ours, theirs = (estimate - before).norm(dim=-1).double().numpy(), (truth - before).norm(dim=-1).double().numpy()
-    nearer = median(ours / np.maximum(theirs, 1e-30))
-    if nearer > NEARER or sign_test(ours, theirs) >= 0.01:
+    attention, mlp, step = estimate - before, truth - estimate, truth - before
+    first, second, whole = (t.double().norm(dim=-1).numpy() for t in (attention, mlp, step))
+    nearer, share = (median(part / np.maximum(whole, 1e-30)) for part in (first, second))
+    detour = median(cosine(attention, mlp))
+    if nearer > NEARER or not LEAST < share < MOST or detour < DETOUR or sign_test(first, whole) >= 0.01:
         return None
     return {
         "nearer": nearer,
+        "attention_mlp_cosine": detour,
         "estimate_cosine_to_previous_boundary": median(cosine(estimate, before)),
         "truth_cosine_to_previous_boundary": median(cosine(truth, before)),
     }
@@ -98,15 +109,14 @@ def residual_like(estimate: torch.Tensor, truth: torch.Tensor, before: torch.Ten
 def _estimates(
     boundary: Boundary,
     reference: torch.Tensor,
-    boundaries: Mapping[Boundary, RankView],
-    training_rows: IntArray,
+    truth: Mapping[Boundary, torch.Tensor],
     parts: torch.Tensor,
     total: torch.Tensor,
 ) -> list[PartialSum]:
     """Evidence of rule 6 without the residual: needs boundary K-1 on the training side."""
-    if boundary == FINAL_NORM or boundary == 0 or boundary - 1 not in boundaries:
+    if boundary == FINAL_NORM or boundary == 0 or boundary - 1 not in truth:
         return []
-    before = boundaries[boundary - 1].read(training_rows).float()
+    before = truth[boundary - 1]
     # x_r - mean(x) is what rank r does not share with the others: the residual is not in it.
     unshared = parts - parts.mean(0)
     shared = float(np.max([abs(median(cosine(u, before))) for u in unshared]))

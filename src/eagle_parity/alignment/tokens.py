@@ -6,8 +6,12 @@ it is the same on both sides, as far as the captures show them: a causal model's
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,19 +59,21 @@ def align(training: Tokens, serving: Tokens) -> TokenAlignment:
     """Pair the rows of two captures."""
     index = _Index(training)
     pairs: list[tuple[IntArray, IntArray]] = []
-    notes: list[Note] = []
-    for label, requests in _by_label(serving.requests):
-        for strand, extra in _strands(serving, requests):
-            match = index.match(strand)
-            if match.note:
-                notes.append(Note(match.note[0], match.note[1], (label,)))
-            if match.strand is None:
-                continue
-            count, at, begin = match.count, match.at, match.begin
-            pairs.append((match.strand.rows[at : at + count], strand.rows[begin : begin + count]))
-            if begin + count == len(strand.rows):
-                end = int(strand.positions[-1])
-                pairs.extend(_continuation(serving, extra, match.strand, match.offset, end))
+    remarks: list[tuple[str, _Remark]] = []
+    served = [(label, *it) for label, requests in _by_label(serving.requests) for it in _strands(serving, requests)]
+    for label, strand, extra in sorted(
+        served, key=lambda item: item[1].first
+    ):  # the index holds one position at a time
+        match = index.match(strand)
+        if match.remark:
+            remarks.append((label, match.remark))
+        if match.strand is None:
+            continue
+        count, at, begin = match.count, match.at, match.begin
+        pairs.append((match.strand.rows[at : at + count], strand.rows[begin : begin + count]))
+        if begin + count == len(strand.rows):
+            end = int(strand.positions[-1])
+            pairs.extend(_continuation(serving, extra, match.strand, match.offset, end))
     if pairs:
         left, right = (np.concatenate(side) for side in zip(*pairs, strict=True))
         order = np.argsort(right, kind="stable")
@@ -76,14 +82,29 @@ def align(training: Tokens, serving: Tokens) -> TokenAlignment:
         left = right = np.empty(0, dtype=np.int64)
     wanted = np.ones(len(serving.token_ids), dtype=bool) if serving.accepted is None else serving.accepted != 0
     wanted[right] = False
-    return TokenAlignment(left, right, _merged(notes), int(wanted.sum()))
+    return TokenAlignment(left, right, _merged(remarks), int(wanted.sum()))
 
 
-def _merged(notes: list[Note]) -> tuple[Note, ...]:
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for note in notes:
-        groups[note.code, note.message].extend(note.requests)
-    return tuple(Note(code, message, tuple(labels)) for (code, message), labels in groups.items())
+@dataclass(frozen=True)
+class _Remark:
+    """A note before it is merged with others of its kind: `text` has a place for each of the positions."""
+
+    code: str
+    text: str
+    positions: tuple[int, ...] = ()
+
+
+def _merged(remarks: list[tuple[str, _Remark]]) -> tuple[Note, ...]:
+    """One note for all remarks of a kind, however many requests there are."""
+    groups: dict[tuple[str, str], list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for label, remark in remarks:
+        groups[remark.code, remark.text].append((label, remark.positions))
+    notes = []
+    for (code, text), found in groups.items():
+        columns = zip(*(positions for _, positions in found), strict=True)
+        spans = [str(min(c)) if min(c) == max(c) else f"{min(c)} to {max(c)}" for c in columns]
+        notes.append(Note(code, text.format(*spans), tuple(label for label, _ in found)))
+    return tuple(notes)
 
 
 def _by_label(requests: tuple[Request, ...]) -> list[tuple[str, list[Request]]]:
@@ -138,115 +159,185 @@ class _Match:
     """First aligned row of the serving strand."""
     offset: int = 0
     """Serving position minus training position of an aligned row."""
-    note: tuple[str, str] | None = None
+    remark: _Remark | None = None
 
 
 class _Index:
-    """The training strands, found by their leading tokens or by any run of KEY tokens inside."""
+    """The training strands, found by what they hold at a position, by how they begin, or by any run of KEY tokens.
+
+    Sorted, the strands with the longest beginning in common with another stand beside its place.
+    """
 
     def __init__(self, tokens: Tokens) -> None:
         self.strands = [
             strand for _, requests in _by_label(tokens.requests) for strand, _ in _strands(tokens, requests)
         ]
-        self._starts: dict[int, dict[int, list[tuple[int, int]]]] = {}
-        self._runs: dict[tuple[int, ...], list[tuple[int, int]]] | None = None
-
-    def _at(self, position: int, token: int) -> list[tuple[int, int]]:
-        """The training rows (strand, row) with this token at this position."""
-        if position not in self._starts:
-            index: dict[int, list[tuple[int, int]]] = defaultdict(list)
-            for number, strand in enumerate(self.strands):
-                for row in np.flatnonzero(strand.positions == position).tolist():
-                    index[int(strand.ids[row])].append((number, row))
-            self._starts[position] = index
-        return self._starts[position].get(token, [])
+        self._firsts = sorted({strand.first for strand in self.strands})
+        self._position: int | None = None
+        self._there: list[_Place] = []
 
     def match(self, strand: Strand) -> _Match:
         """The training strand that holds the longest leading part of a serving strand."""
         best = self._in_place(strand)
-        if best.note is not None:
+        if best.remark is not None or best.count >= min(KEY, len(strand.rows)):
             return best
-        if best.count >= min(KEY, len(strand.rows)):
-            if best.count < len(strand.rows):
-                return self._cut(strand, best)
-            return best
-        moved = self._moved(strand)
-        return moved if moved.strand is not None or moved.note else best
+        for find in (self._cut_by_training, self._shifted, self._elsewhere):
+            found = find(strand)
+            if found is not None:
+                return found
+        return best
 
     def _in_place(self, strand: Strand) -> _Match:
-        found: list[tuple[int, int, Strand]] = []
-        for number, at in self._at(strand.first, int(strand.ids[0])):
-            other = self.strands[number]
-            found.append((_common(strand, other, at), at, other))
-        if not found:
+        """The longest beginning at the position where the strand begins."""
+        if self._position != strand.first:
+            self._position = strand.first
+            self._there = sorted(
+                _Place(_bytes(other, at), number, at)
+                for number, other in enumerate(self.strands)
+                for at in np.flatnonzero(other.positions == strand.first).tolist()
+            )
+        count, places = _longest(self._there, _bytes(strand))
+        if count == 0:
             return _Match(None)
-        count = max(item[0] for item in found)
-        best = [item for item in found if item[0] == count]
-        _, at, other = best[0]
-        if strand.first > 0 and any(not np.array_equal(other.ids[:at], o.ids[:a]) for _, a, o in best[1:]):
+        place = next(places)
+        other = self.strands[place.strand]
+        before = other.ids[: place.at]
+        if (
+            count >= min(KEY, len(strand.rows))
+            and strand.first > 0
+            and any(not np.array_equal(before, self.strands[p.strand].ids[: p.at]) for p in places)
+        ):
             text = (
                 "rows begin after a prefix that was not captured, and several training prompts with different "
                 "beginnings fit them: left out"
             )
-            return _Match(None, note=("undetermined", text))
-        return _Match(other, at, count)
+            return _Match(None, remark=_Remark("undetermined", text))
+        remark = None
+        # Where the training side is only shorter (truncated) nothing is wrong with what both hold.
+        if count < len(strand.rows) and place.at + count < len(other.rows) and count >= KEY:
+            text = "token ids part at position {}: rows from there on were left out"
+            remark = _Remark("template-mismatch", text, (int(strand.positions[count]),))
+        return _Match(other, place.at, count, remark=remark)
 
-    def _cut(self, strand: Strand, match: _Match) -> _Match:
-        assert match.strand is not None
-        rest = len(match.strand.rows) - match.at - match.count
-        if rest == 0:
-            return match  # the training side is only shorter (truncated); nothing is wrong with what both hold
-        where = int(strand.positions[match.count])
-        note = ("template-mismatch", f"token ids part at position {where}: rows from there on were left out")
-        return _Match(match.strand, match.at, match.count, note=note)
+    def _cut_by_training(self, strand: Strand) -> _Match | None:
+        """A training strand that begins inside this one: its first tokens have no rows."""
+        best = _Match(None)
+        for first in self._firsts:
+            for here in np.flatnonzero(strand.positions == first).tolist():
+                count, places = _longest(self._begins[first], _bytes(strand, here))
+                if here > 0 and count >= KEY and count > best.count:
+                    text = "the first {} tokens of the prompt have no rows on the training side"
+                    remark = _Remark("rows-lost", text, (here,))
+                    best = _Match(self.strands[next(places).strand], 0, count, begin=here, remark=remark)
+        return best if best.strand is not None else None
 
-    def _moved(self, strand: Strand) -> _Match:
-        """The longest common run anywhere: shifted positions, a beginning that training lost, or another template."""
-        if self._runs is None:
-            self._runs = defaultdict(list)
-            for number, other in enumerate(self.strands):
-                ids = other.ids.tolist()
-                for at in range(len(ids) - KEY + 1):
-                    self._runs[tuple(ids[at : at + KEY])].append((number, at))
-        ids = strand.ids.tolist()
-        best: tuple[int, int, int, Strand] | None = None  # run length, serving at, training at, strand
-        for here in range(len(ids) - KEY + 1):
-            if best and best[1] == 0 and best[0] >= len(ids) - here:
-                break
-            for number, at in self._runs.get(tuple(ids[here : here + KEY]), ()):
-                other = self.strands[number]
-                same = _equal_run(strand.ids[here:], other.ids[at:])
-                if best is None or same > best[0]:
-                    best = (same, here, at, other)
-        if best is None:
-            return _Match(None)
-        same, here, at, other = best
-        if at == 0 and other.first == int(strand.positions[here]):
-            note = ("rows-lost", f"the first {here} tokens of the prompt have no rows on the training side")
-            return _Match(other, at, same, begin=here, note=note)
-        offset = int(strand.positions[here]) - int(other.positions[at])
-        if here == at == 0 and abs(offset) <= FARTHEST_SHIFT:
-            note = ("token-shift", f"positions differ by {offset} while the tokens are the same")
-            return _Match(other, at, same, offset=offset, note=note)
-        # A run that begins elsewhere than its prompt has other tokens before it: another context, other states.
+    def _shifted(self, strand: Strand) -> _Match | None:
+        """The same tokens, counted from another position."""
+        count, places = _longest(self._by_ids, strand.ids.tobytes(), 8)
+        if count < min(KEY, len(strand.rows)):
+            return None
+        for place in places:
+            other = self.strands[place.strand]
+            offset = strand.first - other.first
+            if 0 < abs(offset) <= FARTHEST_SHIFT:
+                text = f"positions differ by {offset} while the tokens are the same"
+                return _Match(other, 0, count, offset=offset, remark=_Remark("token-shift", text))
+        return None
+
+    def _elsewhere(self, strand: Strand) -> _Match | None:
+        """A run that begins elsewhere than its prompt has other tokens before it: another context, other states."""
+        known, rows = self._runs
+        mine = _run_hashes(strand.ids)
+        at = np.minimum(np.searchsorted(known, mine), max(len(known) - 1, 0))
+        hits = np.flatnonzero(known[at] == mine) if len(known) else at[:0]
+        if len(hits) == 0:
+            return None
+        here = int(hits[0])
+        position = int(self._positions[rows[at[here]]])
         text = (
-            f"training has from position {int(other.positions[at])} on the {same} tokens that serving has from "
-            f"{int(strand.positions[here])} on, with other tokens before them: left out"
+            "training has from position {} on tokens that serving has from position {} on, with other tokens before "
+            "them: left out"
         )
-        return _Match(None, note=("template-mismatch", text))
+        return _Match(None, remark=_Remark("template-mismatch", text, (position, int(strand.positions[here]))))
+
+    @cached_property
+    def _begins(self) -> dict[int, list[_Place]]:
+        """The strands' beginnings by their first position."""
+        found: dict[int, list[_Place]] = defaultdict(list)
+        for number, strand in enumerate(self.strands):
+            found[strand.first].append(_Place(_bytes(strand), number, 0))
+        return {first: sorted(places) for first, places in found.items()}
+
+    @cached_property
+    def _by_ids(self) -> list[_Place]:
+        """The strands' beginnings by their tokens alone."""
+        return sorted(_Place(strand.ids.tobytes(), number, 0) for number, strand in enumerate(self.strands))
+
+    @cached_property
+    def _positions(self) -> IntArray:
+        """Positions of all strands in a row."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(strand.positions for strand in self.strands)])
+
+    @cached_property
+    def _runs(self) -> tuple[IntArray, IntArray]:
+        """Hashes of all runs of KEY tokens, sorted, and where they begin in `_positions`."""
+        hashes, rows, begin = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)], 0
+        for strand in self.strands:
+            found = _run_hashes(strand.ids)
+            hashes.append(found)
+            rows.append(begin + np.arange(len(found), dtype=np.int64))
+            begin += len(strand.rows)
+        known = np.concatenate(hashes)
+        order = np.argsort(known, kind="stable")
+        return known[order], np.concatenate(rows)[order]
 
 
-def _equal_run(a: IntArray, b: IntArray) -> int:
+class _Place(NamedTuple):
+    """A training row, sorted by what follows from there on."""
+
+    rest: bytes
+    strand: int
+    at: int
+
+
+def _bytes(strand: Strand, at: int = 0) -> bytes:
+    """Positions and tokens from a row on."""
+    return np.stack([strand.positions[at:], strand.ids[at:]], 1).tobytes()
+
+
+def _longest(places: list[_Place], rest: bytes, size: int = 16) -> tuple[int, Iterator[_Place]]:
+    """Items of `size` bytes that the best of the sorted places has in common with `rest`, and all that are as good."""
+    where = bisect_left(places, (rest,))
+    near = [_common(place.rest, rest) // size for place in places[max(where - 1, 0) : where + 1]]
+    count = max(near, default=0)
+    if count == 0:
+        return 0, iter(())
+
+    def best() -> Iterator[_Place]:
+        for side in (range(where, len(places)), range(where - 1, -1, -1)):
+            for i in side:
+                if places[i].rest[: count * size] != rest[: count * size]:
+                    break
+                yield places[i]
+
+    return count, best()
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Bytes that two strings begin with alike."""
     size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
+    different = np.flatnonzero(np.frombuffer(a, np.uint8, size) != np.frombuffer(b, np.uint8, size))
     return int(different[0]) if len(different) else size
 
 
-def _common(strand: Strand, other: Strand, at: int) -> int:
-    return min(
-        _equal_run(strand.ids, other.ids[at:]),
-        _equal_run(strand.positions, other.positions[at:]),
-    )
+def _run_hashes(ids: IntArray) -> IntArray:
+    """A number for each run of KEY tokens; equal runs have equal numbers."""
+    count = max(len(ids) - KEY + 1, 0)
+    found = np.zeros(count, dtype=np.int64)
+    with np.errstate(over="ignore"):
+        for k in range(KEY):
+            found = found * np.int64(1_000_000_007) + ids[k : k + count]
+    return found
 
 
 def _continuation(

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from eagle_parity.records import Capture, IntArray
+from eagle_parity.tensorfile import DTYPES
 
-BLOCK_BYTES = 4 * 2**20  # of float32 rows: a block of each side fits in a core's cache
+BLOCK_BYTES = 2**20  # of float32 rows: the blocks that belong to one sum fit in a core's cache
 
 
-def blocks(count: int, width: int) -> Iterator[slice]:
-    """Consecutive slices of `count` rows, each of about BLOCK_BYTES in float32."""
-    step = max(1, BLOCK_BYTES // (4 * max(width, 1)))
+def blocks(count: int, width: int, size: int = BLOCK_BYTES) -> Iterator[slice]:
+    """Consecutive slices of `count` rows, each of about `size` bytes in float32."""
+    step = max(1, size // (4 * max(width, 1)))
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
 
@@ -24,11 +25,13 @@ def blocks(count: int, width: int) -> Iterator[slice]:
 def gather(capture: Capture, rank: int, name: str, stored: IntArray) -> torch.Tensor:
     """Stored rows of a tensor by index, [len(stored), W]; neighbouring indexes are read in one go."""
     if len(stored) == 0:
-        return capture.read(rank, name, 0, 0)
+        spec = capture.spec(rank, name)
+        return torch.empty((0, spec.width), dtype=DTYPES[spec.dtype])
+    if len(stored) == stored[-1] - stored[0] + 1 and (np.diff(stored) == 1).all():
+        return capture.read(rank, name, int(stored[0]), int(stored[-1]) + 1)
     cuts = np.flatnonzero(np.diff(stored) != 1) + 1
     runs = np.split(stored, cuts)
-    parts = [capture.read(rank, name, int(run[0]), int(run[-1]) + 1) for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat([capture.read(rank, name, int(run[0]), int(run[-1]) + 1) for run in runs])
 
 
 @dataclass(frozen=True)

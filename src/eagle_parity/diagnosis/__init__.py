@@ -1,8 +1,5 @@
-"""Rows and facts -> findings. `study` measures, `diagnose` names, the layers functions answer "which layers?"."""
+"""Rows and facts -> findings. `study` measures, `diagnose` names, `layers` answers "which layers?", `files` checks
+what lies on disk, `faults` explains.
 
-from eagle_parity.diagnosis.diagnose import diagnose
-from eagle_parity.diagnosis.expectation import declared_boundaries
-from eagle_parity.diagnosis.layers import compare_layers, declare_layers
-from eagle_parity.diagnosis.study import study
-
-__all__ = ["compare_layers", "declare_layers", "declared_boundaries", "diagnose", "study"]
+Nothing is imported here: `files` and `faults` must not bring torch along.
+"""

@@ -16,7 +16,6 @@ from eagle_parity.alignment.views import RankView, View
 from eagle_parity.diagnosis.expectation import Expectation
 from eagle_parity.diagnosis.floor import Limit
 from eagle_parity.diagnosis.judgement import Judgement
-from eagle_parity.metrics.distances import FloatArray
 from eagle_parity.records import Boundary, Capture, IntArray, Layout, RankMetrics
 
 PROBE_ROWS = 128  # rows that tests take when they need several tensors in memory at once
@@ -55,6 +54,16 @@ class TensorCase:
         return f"slot {self.slot}" if self.slot is not None else self.name
 
     @property
+    def holds(self) -> Boundary | None:
+        """The boundary that most rows hold at its floor; None where that cannot be said."""
+        if self.expected is not None and self.expected not in self.match.rel_l2:
+            # What was trained is not stored: another boundary must be proven, and being the nearest one is no proof.
+            return self.match.best if self.judgement.status == "fail" and self.best_is_sound else None
+        if self.judgement.status in ("ok", "inconclusive") and self.expected is not None:
+            return self.expected
+        return self.match.best if self.best_is_sound else None
+
+    @property
     def best_is_sound(self) -> bool:
         """Whether the best boundary is matched at its floor and cannot be mistaken for the runner-up."""
         best = self.match.best
@@ -64,9 +73,9 @@ class TensorCase:
         return runner_up is None or self.match.told_apart(best, runner_up)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A whole comparison."""
+    """A whole comparison. Compared and hashed by identity, so that rules may cache what they derive from one."""
 
     training: Capture
     serving: Capture
@@ -78,6 +87,8 @@ class Case:
     num_layers: int | None
     probe: IntArray
     """Indexes into the alignment of the rows that in-memory tests use."""
+    ordinary: torch.Tensor | None = None
+    """The channels that are massive in no boundary; None where all are ordinary. Matches leave the massive ones out."""
 
     @property
     def slots(self) -> tuple[TensorCase, ...]:
@@ -89,6 +100,12 @@ class Case:
         """The boundary that each slot holds by content; None where it matches none at its floor."""
         return tuple(slot.match.best if slot.best_is_sound else None for slot in self.slots)
 
+    def keep_ordinary(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [n, W] without the massive channels."""
+        if self.ordinary is None or rows.shape[1] != self.hidden_size:
+            return rows
+        return rows[:, self.ordinary]
+
     def serving_rows(self, tensor: TensorCase) -> torch.Tensor:
         """The probe rows of a serving tensor, float32 [rows, W]."""
         assert tensor.view is not None
@@ -98,10 +115,3 @@ class Case:
         """The probe rows (or the given training rows) of a boundary, float32 [rows, W]."""
         index = self.alignment.training[self.probe] if rows is None else rows
         return self.boundaries[boundary].read(index).float()
-
-
-def bad_rows(tensor: TensorCase) -> FloatArray | None:
-    """Distances of the aligned rows to the expected boundary; None when that is unknown or not stored."""
-    if tensor.expected is None:
-        return None
-    return tensor.match.rel_l2.get(tensor.expected)

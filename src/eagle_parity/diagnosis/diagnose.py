@@ -191,4 +191,5 @@ def _input(capture: Capture) -> Mapping[str, Any]:
         "engine": None if engine is None else engine.name,
         "engine_version": None if engine is None else engine.version,
         "tp_size": None if engine is None else engine.tp_size,
+        "assumptions": list(getattr(capture, "assumptions", ())),
     }

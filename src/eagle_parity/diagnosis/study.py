@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from eagle_parity.alignment import matching
-from eagle_parity.alignment.matching import Match, sample
+from eagle_parity.alignment.channels import ordinary_channels, select
+from eagle_parity.alignment.matching import Comparison, Match, sample
 from eagle_parity.alignment.partial import PartialSum, find_partial_sum
 from eagle_parity.alignment.ranks import RankStudy, study_ranks
 from eagle_parity.alignment.tokens import TokenAlignment, align
@@ -18,8 +21,9 @@ from eagle_parity.diagnosis.expectation import Expectation, expect
 from eagle_parity.diagnosis.floor import Limit
 from eagle_parity.diagnosis.judgement import MIN_ROWS, judge, strata
 from eagle_parity.errors import InputError, UsageError
-from eagle_parity.metrics.distances import numpy64, rel_l2, row_sums
+from eagle_parity.metrics.distances import numpy64, rel_l2
 from eagle_parity.metrics.distribution import median
+from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import (
     Boundary,
     Capture,
@@ -31,9 +35,11 @@ from eagle_parity.records import (
     slot_name,
 )
 
+ALIKE = 0.5  # of the distance between two tokens' states, up to which two tensors may count as the same
 FAR_NEARER = 0.3  # a sound rank's distance to its boundary, over the distance between ranks: at most this
 
 
+@one_thread()
 def study(
     training: Capture,
     serving: Capture,
@@ -61,22 +67,40 @@ def study(
     everything = np.arange(len(serving.tokens.token_ids), dtype=np.int64)
     studies = {name: study_ranks(serving, name, everything, hidden) for name in names}
     probe = sample(len(alignment.serving), PROBE_ROWS)
+    ordinary = ordinary_channels(views, alignment.training[probe], hidden)
     rounding = {name: _roundoff(training, serving, name) for name in names}
-    limits = {name: {b: estimates.estimated(b, layers, rounding[name]).limit for b in views} for name in names}
+    tops = _tops(views, alignment.training[probe], ordinary, hidden)
+    limits = {
+        name: {b: min(estimates.estimated(b, layers, rounding[name]).limit, tops[b]) for b in views} for name in names
+    }
     expected = {name: _expected(name, expectation) for name in names}
     torn = {name: _differing(studies[name], alignment, probe) for name in names}
     parts = {
-        name: _partial(studies[name], views, alignment, torn[name], limits[name], expected[name]) for name in names
+        name: _partial(studies[name], views, alignment, torn[name], limits[name], expected[name], ordinary)
+        for name in names
     }
     sound = {
-        name: _sound_view(studies[name], parts[name], views, alignment, torn[name], limits[name], expected[name])
+        name: _sound_view(
+            studies[name], parts[name], views, alignment, torn[name], limits[name], expected[name], ordinary
+        )
         for name in names
     }
     whole = {name: view for name, (view, _) in sound.items() if view is not None}
-    matches = matching.match(whole, views, alignment.serving, alignment.training, step)
+    matches = matching.match(
+        {name: select(view, ordinary, hidden) for name, view in whole.items()},
+        {boundary: select(view, ordinary, hidden) for boundary, view in views.items()},
+        alignment.serving,
+        alignment.training,
+        step,
+    )
     tensors = []
     for name in names:
-        limit = _limit(training, serving, floors, name, expected[name], matches.get(name), rounding[name], layers)
+        limit = _limit(
+            training, serving, floors, name, expected[name], matches.get(name), rounding[name], layers, ordinary, hidden
+        )
+        judged = expected[name] if expected[name] is not None else matches.get(name, Match({})).best
+        if judged in tops:
+            limit = replace(limit, limit=min(limit.limit, tops[judged]))
         bounds = dict(limits[name])
         if expected[name] in bounds:
             bounds[expected[name]] = limit.limit  # type: ignore[index]
@@ -93,9 +117,25 @@ def study(
                 views,
                 serving,
                 alignment,
+                ordinary,
             )
         )
-    return Case(training, serving, alignment, expectation, views, tuple(tensors), hidden, layers, probe)
+    return Case(training, serving, alignment, expectation, views, tuple(tensors), hidden, layers, probe, ordinary)
+
+
+def _tops(
+    views: Mapping[Boundary, RankView], rows: IntArray, ordinary: torch.Tensor | None, hidden: int | None
+) -> dict[Boundary, float]:
+    """What no limit may exceed: half the distance between the states of two tokens, whatever the floor is said to be.
+
+    Otherwise rows of other tokens would pass where tokens are alike (deep layers, a large common part).
+    """
+    found = {}
+    for boundary, view in views.items():
+        states = select(view, ordinary, hidden).read(rows)
+        apart = median(rel_l2(states.roll(len(states) // 2, dims=0), states)) if len(states) > 1 else 0.0
+        found[boundary] = ALIKE * apart if apart > 0 else np.inf
+    return found
 
 
 def check_sides(training: Capture, serving: Capture) -> None:
@@ -157,13 +197,15 @@ def _partial(
     probe: IntArray,
     limits: Mapping[Boundary, float],
     expected: Boundary | None,
+    ordinary: torch.Tensor | None,
 ) -> PartialSum | None:
     """Whether ranks that all differ are parts of a sum. A rank that is some boundary by itself excludes it."""
     if ranks.shape != "differ" or len(probe) == 0 or len(ranks.groups()) < len(ranks.views):
         return None
-    if _matching_ranks(ranks, views, alignment, probe, limits):
+    if _matching_ranks(ranks, views, alignment, probe, limits, ordinary):
         return None
-    return find_partial_sum(ranks.views, views, alignment.serving[probe], alignment.training[probe], limits, expected)
+    ours, theirs = alignment.serving[probe], alignment.training[probe]
+    return find_partial_sum(ranks.views, views, ours, theirs, limits, expected, ordinary)
 
 
 def _matching_ranks(
@@ -172,6 +214,7 @@ def _matching_ranks(
     alignment: TokenAlignment,
     probe: IntArray,
     limits: Mapping[Boundary, float],
+    ordinary: torch.Tensor | None,
 ) -> dict[tuple[int, Boundary], float]:
     """Which ranks hold which boundary all by themselves, with the median distance.
 
@@ -180,10 +223,11 @@ def _matching_ranks(
     """
     rows, theirs = alignment.serving[probe], alignment.training[probe]
     apart = max(median(spread.rel_l2[rows]) for spread in ranks.spreads)
-    tensors = {view.rank: view.read(rows) for view in ranks.views}
+    hidden = ranks.views[0].width
+    tensors = {view.rank: select(view, ordinary, hidden).read(rows) for view in ranks.views}
     hits: dict[tuple[int, Boundary], float] = {}
     for boundary, view in views.items():
-        reference = view.read(theirs)
+        reference = select(view, ordinary, hidden).read(theirs)
         for rank, tensor in tensors.items():
             if tensor.shape[1] == reference.shape[1]:
                 distance = median(rel_l2(tensor, reference))
@@ -200,6 +244,7 @@ def _sound_view(
     probe: IntArray,
     limits: Mapping[Boundary, float],
     expected: Boundary | None,
+    ordinary: torch.Tensor | None,
 ) -> tuple[View | None, tuple[int, ...]]:
     """The tensor to judge, and the ranks that disagree with it."""
     if ranks.whole is not None or ranks.shape != "differ":
@@ -211,7 +256,7 @@ def _sound_view(
         good = groups[0]
         view = next(v for v in ranks.views if v.rank == good[0])
         return view, tuple(v.rank for v in ranks.views if v.rank not in good)
-    hits = _matching_ranks(ranks, views, alignment, probe, limits)
+    hits = _matching_ranks(ranks, views, alignment, probe, limits, ordinary)
     if hits:
         _, held = min(hits, key=lambda hit: (hit[1] != expected, hits[hit]))
         good = tuple(rank for rank, boundary in sorted(hits, key=lambda hit: hits[hit]) if boundary == held)
@@ -229,6 +274,8 @@ def _limit(
     match: Match | None,
     rounding: float,
     layers: int,
+    ordinary: torch.Tensor | None,
+    hidden: int | None,
 ) -> Limit:
     reference = expected if expected is not None else match.best if match is not None else None
     guess = estimates.estimated(reference, layers, rounding)
@@ -236,8 +283,10 @@ def _limit(
         return guess
     found = [
         (
-            _distance(training, capture, boundary_name(reference), name) if reference is not None else None,
-            _distance(serving, capture, name, name),
+            _distance(training, capture, boundary_name(reference), name, ordinary, hidden)
+            if reference is not None
+            else None,
+            _distance(serving, capture, name, name, ordinary, hidden),
             capture.path,
         )
         for capture in floor_dumps
@@ -256,7 +305,14 @@ def _largest(those: list[Floor]) -> Floor | None:
     return max(those, key=lambda floor: floor.median, default=None)
 
 
-def _distance(reference: Capture, other: Capture, reference_name: str, name: str) -> tuple[float, float] | None:
+def _distance(
+    reference: Capture,
+    other: Capture,
+    reference_name: str,
+    name: str,
+    ordinary: torch.Tensor | None,
+    hidden: int | None,
+) -> tuple[float, float] | None:
     """Median and 99th percentile of the relative L2 between the first ranks of two captures, on common rows."""
     if reference_name not in reference.names(reference.ranks[0]) or name not in other.names(other.ranks[0]):
         return None
@@ -265,7 +321,8 @@ def _distance(reference: Capture, other: Capture, reference_name: str, name: str
     keep = ours.holds(common.serving) & theirs.holds(common.training)
     if ours.width != theirs.width or not keep.any():
         return None
-    values = matching.distances(ours, theirs, common.serving[keep], common.training[keep])
+    views = select(ours, ordinary, hidden), select(theirs, ordinary, hidden)
+    values = numpy64(matching.sums(*views, common.serving[keep], common.training[keep]).rel_l2())
     return float(np.median(values)), float(np.percentile(values, 99))
 
 
@@ -281,11 +338,12 @@ def _tensor_case(
     views: Mapping[Boundary, RankView],
     serving: Capture,
     alignment: TokenAlignment,
+    ordinary: torch.Tensor | None,
 ) -> TensorCase:
     view, odd = sound
     judgement = judge(match, expected, limits)
     parts = tuple(
-        judge(Match({b: values[mask] for b, values in match.rel_l2.items()}), expected, limits, situation)
+        judge(match.where(mask), expected, limits, situation)
         for situation, mask in strata(serving.tokens.requests, alignment.serving).items()
         if match.rel_l2
     )
@@ -297,7 +355,7 @@ def _tensor_case(
         best = match.best if match.best is not None else reference
         # Where the server's tensor is broken the control runs on the training side alone: is the instrument sound?
         at_floor = judgement.best_median is not None and judgement.best_median <= limits[best]
-        rolled_rows, rolled_dims = _controls(view if at_floor else None, views[best], serving, alignment)
+        rolled_rows, rolled_dims = _controls(view if at_floor else None, views[best], serving, alignment, ordinary)
     kind, _, number = name.partition(".")
     return TensorCase(
         name=name,
@@ -315,7 +373,7 @@ def _tensor_case(
         strata=parts,
         reference=reference,
         comparison=comparison,
-        per_rank=_per_rank(ranks, views.get(reference) if reference is not None else None, alignment),
+        per_rank=_per_rank(ranks, None if reference is None else views.get(reference), comparison, alignment),
         rolled_rows=rolled_rows,
         rolled_dims=rolled_dims,
     )
@@ -335,10 +393,15 @@ def _layout(ranks: RankStudy, partial: PartialSum | None, odd: tuple[int, ...], 
     return "unknown"
 
 
-def _per_rank(ranks: RankStudy, reference: RankView | None, alignment: TokenAlignment) -> tuple[RankMetrics, ...]:
+def _per_rank(
+    ranks: RankStudy, reference: RankView | None, comparison: Comparison | None, alignment: TokenAlignment
+) -> tuple[RankMetrics, ...]:
     """Medians of each rank's own tensor; a hidden shard against its own channels of the reference."""
     if reference is None:
         return ()
+    if ranks.shape == "equal" and comparison is not None:
+        values = matching.medians_of([comparison.cosine, comparison.rel_l2, comparison.norm_ratio])
+        return tuple(RankMetrics(rank, *values) for rank in ranks.ranks)
     found = []
     begins = np.cumsum([0, *(view.width for view in ranks.views)])
     if len({view.width for view in ranks.views}) == 1:  # ranks may be missing: place a shard by its number
@@ -350,27 +413,32 @@ def _per_rank(ranks: RankStudy, reference: RankView | None, alignment: TokenAlig
         index = sample(len(rows), 4 * PROBE_ROWS)
         if len(index) == 0 or (ranks.shape != "hidden-shard" and view.width != reference.width):
             continue
-        sums = row_sums(view.read(rows[index]), reference.read(theirs[index])[:, channels])
+        sums = matching.sums(view, reference, rows[index], theirs[index], channels)
         values = matching.medians_of([numpy64(sums.cosine()), numpy64(sums.rel_l2()), numpy64(sums.norm_ratio())])
         found.append(RankMetrics(view.rank, *values))
     return tuple(found)
 
 
 def _controls(
-    view: View | None, reference: RankView, serving: Capture, alignment: TokenAlignment
+    view: View | None,
+    reference: RankView,
+    serving: Capture,
+    alignment: TokenAlignment,
+    ordinary: torch.Tensor | None,
 ) -> tuple[float | None, float | None]:
     """Median distances of data that must not match: each row against another token's, and channels rolled by one."""
     index = sample(len(alignment.serving), PROBE_ROWS)
     if len(index) < MIN_ROWS:
         return None, None
     rows, theirs = alignment.serving[index], alignment.training[index]
-    truth = reference.read(theirs)
-    ours = truth if view is None else view.read(rows)
+    truth = select(reference, ordinary, reference.width).read(theirs)
+    ours = truth if view is None else select(view, ordinary, reference.width).read(rows)
     dims = median(rel_l2(ours.roll(1, dims=-1), truth))
     ids = serving.tokens.token_ids[rows]
-    # Roll by the amount that gives most rows a different token: repeated tokens have equal embeddings.
+    # Roll by the amount that gives most rows a different token (repeated tokens have equal embeddings), and among these
+    # by the one nearest to half of the rows: neighbours have most of their context in common.
     shifts = range(1, len(ids))
-    best = max(shifts, key=lambda shift: int((np.roll(ids, shift) != ids).sum()))
+    best = max(shifts, key=lambda shift: (int((np.roll(ids, shift) != ids).sum()), -abs(shift - len(ids) / 2)))
     other = np.roll(np.arange(len(ids)), best)
     differs = np.flatnonzero(ids[other] != ids)
     if len(differs) < MIN_ROWS:

@@ -58,9 +58,7 @@ class Attention:
     def half(self, states: torch.Tensor, begin: int) -> dict[str, torch.Tensor]:
         """Project one half [B, Q, H] of the input; `begin` is its first column, 0 for the embedding."""
         end = begin + states.shape[-1]
-        return {
-            name: self.products.linear(states, self.weights[f"{name}.weight"][:, begin:end]) for name in self.names
-        }
+        return {name: self.products.linear(states, self.weights[f"{name}.weight"][:, begin:end]) for name in self.names}
 
     def project(self, ours: Parts, theirs: Parts, positions: torch.Tensor) -> tuple[torch.Tensor, Entries]:
         """Queries [B, heads, Q, D] and the entries that they and later queries attend to."""
@@ -93,11 +91,11 @@ class Attention:
         else:
             queries = _heads(parts["q_proj"], self.heads)
         rank = parts["kv_a_proj_with_mqa"].shape[-1] - self.rotated
-        latent, shared = parts["kv_a_proj_with_mqa"].split([rank, self.rotated], dim=-1)
+        latent, shared = torch.split(parts["kv_a_proj_with_mqa"], [rank, self.rotated], dim=-1)
         latent = rms_norm(latent, weights["kv_a_layernorm.weight"], self.eps)
         plain = self.width - self.rotated
         both = _heads(linear(latent, weights["kv_b_proj.weight"]), self.heads)
-        keys, values = both.split([plain, self.value_width], dim=-1)
+        keys, values = torch.split(both, [plain, self.value_width], dim=-1)
         turned = self.rope.rotate(shared.unsqueeze(1), positions).expand(-1, self.heads, -1, -1)
         queries = torch.cat([queries[..., :plain], self.rope.rotate(queries[..., plain:], positions)], dim=-1)
         return queries, Entries(torch.cat([keys, turned], dim=-1), values)
@@ -110,9 +108,7 @@ class Attention:
         mixed = functional.scaled_dot_product_attention(queries, entries.keys, values, is_causal=True, scale=self.scale)
         return self._output(mixed[..., : self.value_width])
 
-    def branched(
-        self, queries: torch.Tensor, prompt: Entries, anchors: torch.Tensor, own: Entries
-    ) -> torch.Tensor:
+    def branched(self, queries: torch.Tensor, prompt: Entries, anchors: torch.Tensor, own: Entries) -> torch.Tensor:
         """Drafted tokens: query q over the prompt's entries up to anchors[q], and over its own branch.
 
         `queries` [B, heads, Q, D]; `own` holds [B, heads, Q, S, D]: the S entries of each query's branch, its own one
@@ -130,9 +126,7 @@ class Attention:
         ]
         return self._output(mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2))
 
-    def _branched(
-        self, queries: torch.Tensor, prompt: Entries, anchors: torch.Tensor, own: Entries
-    ) -> torch.Tensor:
+    def _branched(self, queries: torch.Tensor, prompt: Entries, anchors: torch.Tensor, own: Entries) -> torch.Tensor:
         count = prompt.keys.shape[2]
         later = torch.arange(count, device=anchors.device) > anchors.unsqueeze(1)
         ahead = (queries @ prompt.keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
@@ -152,7 +146,7 @@ class Attention:
 
 def _heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     """[B, Q, heads * D] -> [B, heads, Q, D]."""
-    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return states.view(*states.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def read_attention(
@@ -177,9 +171,7 @@ def read_attention(
     if "q_norm.weight" in weights:
         _check(weights, "q_norm.weight", width)
     rope = read_rope(config, width, interleaved=False)
-    return Attention(
-        "llama", heads, kv_heads, width, width, width, rope, width**-0.5, eps, products, weights
-    )
+    return Attention("llama", heads, kv_heads, width, width, width, rope, width**-0.5, eps, products, weights)
 
 
 def _read_mla(

@@ -88,7 +88,7 @@ def read_rope(config: Mapping[str, Any], dimensions: int, *, interleaved: bool) 
 def softmax_scale(config: Mapping[str, Any], dimensions: int) -> float:
     """The factor on MLA's attention scores: 1/sqrt(D), times mscale² under yarn (DeepSeek-V3, modeling_deepseek.py)."""
     _, scaling = settings(config)
-    scale = dimensions**-0.5
+    scale = 1 / math.sqrt(dimensions)
     factor, all_dim = scaling.get("factor"), scaling.get("mscale_all_dim")
     if factor and all_dim and str(scaling.get("rope_type", scaling.get("type"))) in ("yarn", "deepseek_yarn"):
         scale *= _mscale(float(factor), float(all_dim)) ** 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from eagle_parity.records import Report, Verdict
+from eagle_parity.records import Finding, Report, Verdict
 
 _CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 _ORDER: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
@@ -21,13 +21,16 @@ def worst(reports: Sequence[Report]) -> Verdict:
     return next((verdict for verdict in _ORDER if verdict in verdicts), "inconclusive")
 
 
-def lines(reports: Sequence[Report]) -> Iterator[str]:
-    """One line a finding, `SEVERITY code: message -> fix`; a finding that two commands made is said once."""
-    said: set[tuple[object, ...]] = set()
+def distinct(reports: Sequence[Report]) -> tuple[Finding, ...]:
+    """The findings of all reports; one that two commands made is there once."""
+    found: dict[tuple[object, ...], Finding] = {}
     for report in reports:
         for finding in report.findings:
-            key = (finding.code, finding.slot, finding.severity)
-            if key in said:
-                continue
-            said.add(key)
-            yield f"{finding.severity.upper()} {finding.code}: {finding.message} -> {finding.fix}"
+            found.setdefault((finding.code, finding.slot, finding.severity), finding)
+    return tuple(found.values())
+
+
+def lines(reports: Sequence[Report]) -> Iterator[str]:
+    """One line a finding, `SEVERITY code: message -> fix`."""
+    for finding in distinct(reports):
+        yield f"{finding.severity.upper()} {finding.code}: {finding.message} -> {finding.fix}"

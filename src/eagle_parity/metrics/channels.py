@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 MASSIVE = 10.0  # a channel is massive when its reference RMS is over this many times the median channel's
+
+BlockSums: TypeAlias = "tuple[int, torch.Tensor, torch.Tensor]"
+
+
+def channel_sums(rows: torch.Tensor) -> BlockSums:
+    """Rows, their sum and their sum of squares, of [rows, W] so few rows that their own dtype holds the sums."""
+    ones = rows.new_ones(rows.shape[0])
+    return rows.shape[0], ones @ rows, ones @ rows.square()  # a product is twice as fast as a sum over rows
 
 
 @dataclass
@@ -15,24 +24,26 @@ class ChannelSums:
 
     width: int
     count: int = 0
+    total: torch.Tensor = field(init=False)
+    square: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.total = torch.zeros(self.width, dtype=torch.float64)
         self.square = torch.zeros(self.width, dtype=torch.float64)
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Take in [rows, W]."""
-        values = rows.float()
-        self.total += values.sum(0, dtype=torch.float64)
-        self.square += (values * values).sum(0, dtype=torch.float64)
-        self.count += rows.shape[0]
+    def add(self, sums: BlockSums) -> None:
+        """Take in the sums of a block."""
+        count, total, square = sums
+        self.count += count
+        self.total += total
+        self.square += square
 
     def mean(self) -> torch.Tensor:
         """Mean over tokens, float32 [W]."""
         return (self.total / max(self.count, 1)).float()
 
-    def ordinary(self) -> torch.Tensor:
-        """Which channels are not massive: bool [W]. All, where massiveness cannot be judged."""
+    def massive(self) -> torch.Tensor:
+        """Indexes of the massive channels; none, where that cannot be judged."""
         rms = (self.square / max(self.count, 1)).sqrt()
-        keep = rms <= MASSIVE * rms.median()
-        return keep if bool(keep.any()) else torch.ones_like(keep)
+        found = (rms > MASSIVE * rms.median()).nonzero().flatten()
+        return found if len(found) < self.width else found[:0]

@@ -37,7 +37,7 @@ def sign_test(first: FloatArray, second: FloatArray) -> float:
     if count == 0:
         return 1.0
     if count > 1000:  # normal approximation, exact sums get slow
-        z = (wins - count / 2) / math.sqrt(count / 4)
+        z = (wins - 0.5 - count / 2) / math.sqrt(count / 4)
         return 0.5 * math.erfc(z / math.sqrt(2))
     tail: int = sum(math.comb(count, k) for k in range(math.ceil(wins), count + 1))
     return float(tail / 2**count)

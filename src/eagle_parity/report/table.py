@@ -48,6 +48,8 @@ def summary(report: Report) -> str:
         return "; ".join(_grouped(errors))
     if report.verdict == "inconclusive":
         return _why_inconclusive(report)
+    if report.command == "check":
+        return f"nothing wrong in {len([c for c in report.inputs['checks'] if c['status'] != 'skipped'])} checks"
     if report.command == "which-layers":
         return "the server feeds the draft what it was trained on"
     return f"{len([row for row in report.rows if row.slot is not None])} slots hold what the draft was trained on"
@@ -66,6 +68,8 @@ def _grouped(findings: Sequence[Finding]) -> list[str]:
 
 
 def _why_inconclusive(report: Report) -> str:
+    if report.command == "check":
+        return "what the layer ids mean is not known for this engine and model"
     aligned = report.inputs.get("aligned_rows")
     least = report.thresholds.get("min_rows", 0)
     if isinstance(aligned, int) and aligned < least:
@@ -179,6 +183,8 @@ def _finding(group: Sequence[Finding]) -> Text:
     text = Text.assemble((f"{first.severity}: ", _COLOUR[first.severity]), (first.code, "bold"))
     if len(group) == 1:
         text.append(f"  {first.message}", style="default")
+        if "line" in first.evidence:
+            text.append(f"\n  at {first.evidence['file']}:{first.evidence['line']}", style="dim")
     else:
         for finding in group:
             text.append(f"\n  {finding.message}", style="default")
@@ -189,6 +195,9 @@ def _print_notes(report: Report, console: Console) -> None:
     ran = [f"{c.name}: {_control(c.failed_as_expected)}" for c in report.controls]
     if ran:
         console.print(Text("controls  " + "; ".join(ran), style="dim"))
+    waiting = sorted({c["why"] for c in report.inputs.get("checks", ()) if c["status"] == "skipped"})
+    if waiting:
+        console.print(Text("not run   checks that need " + "; ".join(waiting), style="dim"))
     if report.coverage is not None and report.coverage.not_seen:
         console.print(Text("not seen  " + "; ".join(report.coverage.not_seen), style="dim"))
 

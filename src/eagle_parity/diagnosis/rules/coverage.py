@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from eagle_parity.diagnosis.case import Case
+from eagle_parity.diagnosis.rules.content import explained
 from eagle_parity.records import Finding
 
 
@@ -15,7 +16,7 @@ def declared_expectation(case: Case) -> Iterator[Finding]:
 
 def features_match(case: Case) -> Iterator[Finding]:
     """Every slot is at the floor: if acceptance is still low, the draft is to be looked at."""
-    if case.slots and all(slot.judgement.status == "ok" for slot in case.slots):
+    if case.slots and all(slot.judgement.status == "ok" for slot in case.slots) and not explained(case):
         yield Finding(
             "features-match-check-draft",
             "info",

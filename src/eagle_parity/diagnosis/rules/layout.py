@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
+from eagle_parity.alignment.partial import PartialSum, find_partial_sum
+from eagle_parity.alignment.views import RankView
 from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.rules.geometry import nearest, place
 from eagle_parity.metrics.distances import rel_l2
 from eagle_parity.metrics.distribution import median
 from eagle_parity.records import Capture, Finding
@@ -137,6 +141,78 @@ def partial_sum(case: Case) -> Iterator[Finding]:
             )
 
 
+@lru_cache(maxsize=1)
+def late_sums(case: Case) -> dict[str, PartialSum]:
+    """Partial sums that show only on second sight, by the tensor's name.
+
+    Groups of ranks that agree, where one of two nested reductions (over experts and over tensor-parallel ranks) was
+    left out; and parts of a state whose noise is as long as a layer's step.
+    """
+    found: dict[str, PartialSum] = {}
+    for tensor in case.tensors:
+        groups = tensor.ranks.groups() if tensor.ranks.shape == "differ" else []
+        sizes = {len(group) for group in groups}
+        if tensor.partial is not None or tensor.odd_ranks or len(groups) < 2 or len(sizes) > 1:
+            continue
+        views = tuple(view for view in tensor.ranks.views if view.rank in {group[0] for group in groups})
+        ours, theirs = case.alignment.serving[case.probe], case.alignment.training[case.probe]
+        partial = find_partial_sum(
+            views, case.boundaries, ours, theirs, tensor.limits, tensor.expected, channels=case.ordinary
+        )
+        partial = partial or _all_short(case, tensor, views)
+        if partial is not None:
+            found[tensor.name] = partial
+    return found
+
+
+def _all_short(case: Case, tensor: TensorCase, views: tuple[RankView, ...]) -> PartialSum | None:
+    """Every part by itself lies between boundary K-1 and K: each rank has the stream and some of the last step.
+
+    Noise has no share of the step, so this also works where noise is as long as a step.
+    """
+    best = tensor.match.best
+    candidates = [tensor.expected, best, best + 1 if isinstance(best, int) else None]
+    rows = case.alignment.serving[case.probe]
+    parts = [case.keep_ordinary(view.read(rows).float()) for view in views]
+    for boundary in dict.fromkeys(candidates):
+        if not isinstance(boundary, int) or not {boundary - 1, boundary} <= set(tensor.match.rel_l2):
+            continue
+        before, after = (case.keep_ordinary(case.training_rows(b)) for b in (boundary - 1, boundary))
+        places = [place(part, before, after) for part in parts]
+        if all(found.inside for found in places):
+            shares = {f"step_share_of_rank_{v.rank}": p.step for v, p in zip(views, places, strict=True)}
+            return PartialSum(boundary, "residual-estimate", None, shares)
+    return None
+
+
+def late_partial_sum(case: Case) -> Iterator[Finding]:
+    """Parts of a sum that were found on second sight."""
+    for tensor in case.tensors:
+        partial = late_sums(case).get(tensor.name)
+        if partial is None:
+            continue
+        groups = [list(group) for group in tensor.ranks.groups()]
+        nested = len(groups) < len(tensor.ranks.views)
+        yield Finding(
+            "partial-sum",
+            "error",
+            f"{tensor.where}: "
+            + (
+                f"the ranks agree in groups {groups}, and the groups' tensors are parts of boundary {partial.boundary}:"
+                " one of two nested reductions is missing"
+                if nested
+                else f"each rank holds its own part of boundary {partial.boundary}, captured before the all-reduce"
+            ),
+            "reduce over the other group too (expert and tensor parallelism), or upgrade"
+            if nested
+            else "upgrade SGLang to 0.5.14 or later, or start with --enforce-disable-flashinfer-allreduce-fusion",
+            slot=tensor.slot,
+            boundary=partial.boundary,
+            ranks=tensor.ranks.ranks,
+            evidence={"how": partial.how, "groups": groups, **partial.evidence},
+        )
+
+
 def odd_rank(case: Case) -> Iterator[Finding]:
     """Some ranks hold something else than the others: a stale or corrupt rank, which is no partial sum."""
     for tensor in case.tensors:
@@ -155,7 +231,7 @@ def odd_rank(case: Case) -> Iterator[Finding]:
                 ranks=(view.rank,),
                 evidence=_spread(tensor),
             )
-        if tensor.ranks.shape == "differ" and tensor.partial is None and not tensor.odd_ranks:
+        if _unexplained(case, tensor):
             yield Finding(
                 "undetermined",
                 "error",
@@ -168,22 +244,30 @@ def odd_rank(case: Case) -> Iterator[Finding]:
             )
 
 
+def _unexplained(case: Case, tensor: TensorCase) -> bool:
+    summed = tensor.partial is not None or tensor.name in late_sums(case)
+    return tensor.ranks.shape == "differ" and not summed and not tensor.odd_ranks
+
+
 def _what_odd_rank_holds(case: Case, tensor: TensorCase, rank: int) -> tuple[str, str]:
     """Compare an odd rank's rows with the training side: another boundary, other tokens' rows, or nothing known."""
     view = next(v for v in tensor.ranks.views if v.rank == rank)
     ours = view.read(case.alignment.serving[case.probe]).float()
     if not bool(ours.isfinite().all()):
         return "non-finite", "it holds NaN or infinite values"
+    if not bool(ours.any()):
+        return "capture-lost", "it holds zeros: its capture or its part of the collective never ran"
+    ours = case.keep_ordinary(ours)
     for boundary, limit in tensor.limits.items():
-        truth = case.training_rows(boundary)
+        truth = case.keep_ordinary(case.training_rows(boundary))
         if truth.shape == ours.shape and median(rel_l2(ours, truth)) <= limit:
             return "graph-stale", f"it holds boundary {boundary}"
-    if tensor.reference is not None:
-        truth = case.training_rows(tensor.reference)
-        limit = tensor.limits[tensor.reference]
-        for shift in range(1, len(truth)):
-            if median(rel_l2(ours, truth.roll(shift, dims=0))) <= limit:
-                return "graph-stale", "it holds the rows of other tokens (a stale buffer)"
+    held = tensor.holds if tensor.holds is not None else tensor.reference
+    if held is not None:
+        truth = case.keep_ordinary(case.training_rows(held, case.alignment.training))
+        limit = tensor.limits[held]
+        if float(nearest(ours, truth).median()) <= limit:
+            return "graph-stale", "it holds the rows of other tokens (a stale buffer)"
     return "undetermined", "its content is no training state of these tokens (stale or corrupt)"
 
 

@@ -9,6 +9,8 @@ import torch
 
 from eagle_parity.conventions import ids_for
 from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.rules.content import explained
+from eagle_parity.diagnosis.rules.layout import late_sums
 from eagle_parity.records import FINAL_NORM, Boundary, Finding
 
 
@@ -36,45 +38,48 @@ def aliased_buffer(case: Case) -> Iterator[Finding]:
             )
 
 
-def is_another_boundary(tensor: TensorCase) -> bool:
-    """Whether a tensor is, at its floor, a boundary other than the expected one."""
-    return (
-        tensor.expected is not None
-        and tensor.partial is None
-        and tensor.best_is_sound
-        and tensor.match.best != tensor.expected
-        and tensor.judgement.status == "fail"
-    )
+def held(case: Case) -> dict[str, Boundary | None]:
+    """What each tensor would hold but for its other faults, by the tensor's name; None where that cannot be said."""
+    found: dict[str, Boundary | None] = {}
+    for tensor in case.tensors:
+        partial = tensor.partial or late_sums(case).get(tensor.name)
+        if partial is not None:
+            found[tensor.name] = partial.boundary
+        elif tensor.name in explained(case):
+            found[tensor.name] = explained(case)[tensor.name].boundary
+        else:
+            found[tensor.name] = tensor.holds
+    return found
 
 
 def wrong_order(case: Case) -> Iterator[Finding]:
-    """Slots that hold another boundary than the expected one, at the floor."""
-    wrong = [slot for slot in case.tensors if is_another_boundary(slot)]
-    served = [slot.match.best for slot in case.slots]
-    expected = [slot.expected for slot in case.slots]
+    """Slots that hold another boundary than the expected one, at the floor or behind another fault."""
+    content = held(case)
     aliased = {finding.slot for finding in aliased_buffer(case)}
-    for slot in wrong:
-        if slot.slot is not None and slot.slot in aliased:
+    wrong = [t for t in case.tensors if t.expected is not None and content[t.name] not in (None, t.expected)]
+    served = [content[slot.name] for slot in case.slots]
+    expected = [slot.expected for slot in case.slots]
+    for tensor in wrong:
+        if tensor.slot is not None and tensor.slot in aliased:
             continue
-        code = _code(slot, wrong, expected, served)
-        best, second = slot.match.best, slot.match.runner_up
-        medians = slot.match.medians()
+        boundary = content[tensor.name]
+        medians = tensor.match.medians()
         yield Finding(
-            code,
+            _code(case, tensor, boundary, expected, served),
             "error",
-            f"{slot.where} holds boundary {best}, the draft was trained on {slot.expected}"
-            if slot.slot is not None
-            else f"{slot.where} holds boundary {best}",
+            f"{tensor.where} holds boundary {boundary}, the draft was trained on {tensor.expected}"
+            if tensor.slot is not None
+            else f"{tensor.where} holds boundary {boundary}",
             fix_order(case),
-            slot=slot.slot,
-            boundary=best,
+            slot=tensor.slot,
+            boundary=boundary,
             evidence={
-                "expected_boundary": slot.expected,
-                "best_boundary": best,
-                "rel_l2_to_best": medians[best] if best is not None else None,
-                "rel_l2_to_expected": medians.get(slot.expected) if slot.expected is not None else None,
-                "runner_up": second,
-                "margin": slot.match.margin,
+                "expected_boundary": tensor.expected,
+                "best_boundary": boundary,
+                "rel_l2_to_best": medians.get(boundary) if boundary is not None else None,
+                "rel_l2_to_expected": medians.get(tensor.expected) if tensor.expected is not None else None,
+                "runner_up": tensor.match.runner_up,
+                "margin": tensor.match.margin,
                 "served_order": served,
                 "expected_order": expected,
             },
@@ -82,28 +87,32 @@ def wrong_order(case: Case) -> Iterator[Finding]:
 
 
 def _code(
-    slot: TensorCase, wrong: list[TensorCase], expected: list[Boundary | None], served: list[Boundary | None]
+    case: Case,
+    tensor: TensorCase,
+    boundary: Boundary | None,
+    expected: list[Boundary | None],
+    served: list[Boundary | None],
 ) -> str:
     """The name of a wrong order, from all slots together."""
-    best = slot.match.best
-    if best == FINAL_NORM:
+    if boundary == FINAL_NORM or (tensor.expected == FINAL_NORM and boundary == case.num_layers):
         return "final-norm"
-    if slot.slot is None:
+    if tensor.slot is None:
         return "layer-shift"
-    if expected != served and Counter(expected) == Counter(served):
+    if Counter(expected) == Counter(served):
         return "concat-order"
-    if slot.expected == 0:
+    moves = [_shift(e, s) for e, s in zip(expected, served, strict=True) if e != s and s is not None]
+    one_move = len(set(moves)) == 1 and moves[0] is not None
+    if one_move and len(moves) == len(expected) > 1:
+        return "layer-shift"
+    if tensor.expected == 0:
         return "embedding-missing"
-    shifts = {_shift(s) for s in wrong if s.slot is not None}
-    moved = _shift(slot)
-    if moved is not None and (len(shifts) == 1 or (abs(moved) == 1 and len(wrong) == 1)):
+    if one_move and (len(moves) > 1 or abs(moves[0] or 0) == 1):
         return "layer-shift"
     return "layer-set"
 
 
-def _shift(slot: TensorCase) -> int | None:
-    best, expected = slot.match.best, slot.expected
-    return best - expected if isinstance(best, int) and isinstance(expected, int) else None
+def _shift(expected: Boundary | None, served: Boundary | None) -> int | None:
+    return served - expected if isinstance(served, int) and isinstance(expected, int) else None
 
 
 def fix_order(case: Case) -> str:

@@ -9,12 +9,19 @@ import torch
 
 from eagle_parity.alignment.matching import sample
 from eagle_parity.alignment.views import blocks
-from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase, bad_rows
-from eagle_parity.records import Finding, IntArray
+from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase
+from eagle_parity.diagnosis.judgement import Judgement
+from eagle_parity.diagnosis.rules.geometry import nearest
+from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2, row_sums
+from eagle_parity.metrics.distribution import median
+from eagle_parity.records import Boundary, Finding, IntArray
 
 LEAST_SHARE = 0.01  # rows that are lost or swapped are a fault from this share on
+LEAST_ROWS = 2  # and from this number on, unless they are empty
 EMPTY = 0.01  # norm ratio of a row that was never written
 AS_FAR_AS_ANOTHER = 0.9  # of the rolled-rows control: as far from its token's state as another token's is
+HALFWAY = 0.5  # a row is another token's state when that is at most half as far away as its own token's
+RUN = 3  # equal tokens in a row that may be the placeholders of an image
 
 
 def token_notes(case: Case) -> Iterator[Finding]:
@@ -64,48 +71,102 @@ def non_finite(case: Case) -> Iterator[Finding]:
             )
 
 
-def _swaps(case: Case, tensor: TensorCase) -> tuple[list[int], list[int]] | None:
-    """Of a tensor that is right by its median, the wrong rows: (hold another row's state, hold nothing known).
+def _wrong(case: Case, tensor: TensorCase) -> tuple[Boundary, IntArray] | None:
+    """The boundary that most rows hold, and the rows (indexes into the alignment) that do not; None with few of them.
 
-    Wrong is as far from the expected state as another token's is; a routing flip stays nearer. None without enough.
+    Wrong is as far from the token's state as another token's is, or empty; a routing flip stays nearer.
     """
-    distances = bad_rows(tensor)
-    if distances is None or tensor.rolled_rows is None or tensor.judgement.status != "ok":
+    held = tensor.holds
+    if held is None and graph_part(tensor) is not None:
+        held = tensor.expected  # the eager rows hold it
+    if held is None or tensor.view is None or tensor.rolled_rows is None:
         return None
-    assert tensor.comparison is not None
-    empty = tensor.comparison.norm_ratio < EMPTY
-    wrong = np.flatnonzero((distances >= AS_FAR_AS_ANOTHER * tensor.rolled_rows) | empty)
-    if len(wrong) < LEAST_SHARE * len(distances):
-        return None
-    return split_rows(case, tensor, wrong)
+    distances = tensor.match.rel_l2[held]
+    far = AS_FAR_AS_ANOTHER * max(tensor.rolled_rows, _another_token(case, held))
+    astray, empty = distances >= far, _empty(case, tensor, held)
+    if astray.sum() < LEAST_ROWS:
+        astray[:] = False  # one row may have taken other experts all the way
+    wrong = np.flatnonzero(astray | empty)
+    return (held, wrong) if len(wrong) >= max(1, LEAST_SHARE * len(distances)) else None
 
 
-def split_rows(case: Case, tensor: TensorCase, wrong: IntArray) -> tuple[list[int], list[int]]:
-    """Split rows (indexes into the alignment) by whether they are some other row's state at the floor."""
+def _another_token(case: Case, boundary: Boundary) -> float:
+    """How far apart the states of two tokens are that do not follow each other."""
+    rows = case.training_rows(boundary)
+    return median(rel_l2(rows.roll(len(rows) // 2, dims=0), rows))
+
+
+def _empty(case: Case, tensor: TensorCase, held: Boundary) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Rows of hardly any length, where the boundary has some."""
+    if held == tensor.reference and tensor.comparison is not None:
+        return tensor.comparison.norm_ratio < EMPTY
     assert tensor.view is not None
-    assert tensor.expected is not None
+    ours, theirs = case.alignment.serving, case.alignment.training
+    ratios: list[FloatArray] = []
+    for block in blocks(len(ours), tensor.view.width):
+        sums = row_sums(tensor.view.read(ours[block]).float(), case.training_rows(held, theirs[block]))
+        ratios.append(numpy64(sums.norm_ratio()))
+    return np.concatenate(ratios) < EMPTY if ratios else np.zeros(0, dtype=bool)
+
+
+def _in_graph(case: Case) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which aligned rows come from graph replay."""
+    rows = case.alignment.serving
+    mask = np.zeros(len(rows), dtype=bool)
+    for request in case.serving.tokens.requests:
+        if request.graph:
+            mask |= (rows >= request.begin) & (rows < request.end)
+    return mask
+
+
+def graph_part(tensor: TensorCase) -> Judgement | None:
+    """The graph-replayed rows, where they are wrong and the eager ones are not."""
+    parts = {part.rows: part for part in tensor.strata}
+    wrong = next((p for name, p in parts.items() if "graph replay" in name and p.status != "ok"), None)
+    right = any("eager" in name and p.status == "ok" for name, p in parts.items())
+    return wrong if right else None
+
+
+def split_rows(case: Case, tensor: TensorCase, boundary: Boundary, wrong: IntArray) -> tuple[list[int], list[int]]:
+    """Split rows (indexes into the alignment) by whether they are some other row's state of that boundary."""
+    assert tensor.view is not None
     wrong = wrong[sample(len(wrong), PROBE_ROWS)]
-    ours = tensor.view.read(case.alignment.serving[wrong]).float()
+    ours = case.keep_ordinary(tensor.view.read(case.alignment.serving[wrong]).float())
     everywhere = case.alignment.training
-    nearest = torch.full((len(wrong),), torch.inf)
+    found = torch.full((len(wrong),), torch.inf)
     for block in blocks(len(everywhere), ours.shape[1]):
-        theirs = case.training_rows(tensor.expected, everywhere[block])
-        distance = torch.cdist(ours, theirs) / theirs.norm(dim=-1).clamp_min(1e-30)
-        nearest = torch.minimum(nearest, distance.min(dim=-1).values)
-    swapped = nearest.numpy() <= tensor.limits[tensor.expected]
+        theirs = case.keep_ordinary(case.training_rows(boundary, everywhere[block]))
+        found = torch.minimum(found, nearest(ours, theirs))
+    own = torch.from_numpy(tensor.match.rel_l2[boundary][wrong]).float()
+    swapped = ((found <= tensor.limits[boundary]) | (found <= HALFWAY * own)).numpy()
     return wrong[swapped].tolist(), wrong[~swapped].tolist()
 
 
-def rows_swapped(case: Case) -> Iterator[Finding]:
-    """Rows that hold the state of another row."""
+def row_faults(case: Case) -> Iterator[Finding]:
+    """Rows of a tensor that is right by its median: another row's state, or nothing that belongs to these prompts."""
     for tensor in case.tensors:
-        split = _swaps(case, tensor)
-        if split is None or not split[0]:
+        found = _wrong(case, tensor)
+        if found is None:
             continue
-        yield swapped_finding(case, tensor, split[0])
+        held, wrong = found
+        if graph_part(tensor) is not None:
+            wrong = wrong[~_in_graph(case)[wrong]]  # `situation` tells about the others
+        if len(wrong) == 0:
+            continue
+        images = missing_images(case, tensor)
+        if images is not None:
+            yield images
+            continue
+        swapped, unknown = split_rows(case, tensor, held, wrong)
+        if swapped and len(unknown) <= len(swapped) // 4:
+            swapped, unknown = sorted(swapped + unknown), []  # an exchange, seen through noise
+        if swapped:
+            yield swapped_finding(case, tensor, held, swapped)
+        if unknown:
+            yield _lost_finding(case, tensor, held, unknown)
 
 
-def swapped_finding(case: Case, tensor: TensorCase, indexes: list[int]) -> Finding:
+def swapped_finding(case: Case, tensor: TensorCase, boundary: Boundary, indexes: list[int]) -> Finding:
     """The finding for rows (indexes into the alignment) that hold other rows' states."""
     rows = [int(case.alignment.serving[i]) for i in indexes]
     return Finding(
@@ -114,48 +175,94 @@ def swapped_finding(case: Case, tensor: TensorCase, indexes: list[int]) -> Findi
         f"{tensor.where}: {len(rows)} rows hold the states of other rows, first row {rows[0]}",
         "look at how rows are compacted or indexed between target and draft (batching, accepted rows, chunks)",
         slot=tensor.slot,
-        boundary=tensor.expected,
+        boundary=boundary,
         evidence={"rows": rows[:16]},
     )
 
 
-def rows_lost(case: Case) -> Iterator[Finding]:
-    """Rows that hold zeros or nothing that belongs to these prompts."""
-    for tensor in case.tensors:
-        split = _swaps(case, tensor)
-        if split is None or not split[1]:
+def _lost_finding(case: Case, tensor: TensorCase, boundary: Boundary, indexes: list[int]) -> Finding:
+    assert tensor.view is not None
+    rows = [int(case.alignment.serving[i]) for i in indexes]
+    zero = int((tensor.view.read(case.alignment.serving[indexes]).float().abs().amax(-1) == 0).sum())
+    return Finding(
+        "rows-lost",
+        "error",
+        f"{tensor.where}: {len(rows)} rows do not hold their token's state ({zero} are zero), first row {rows[0]}",
+        "look at prefix-cache hits, chunk borders and padded rows: those positions were never written",
+        slot=tensor.slot,
+        boundary=boundary,
+        evidence={"rows": rows[:16], "zero": zero},
+    )
+
+
+def missing_images(case: Case, tensor: TensorCase) -> Finding | None:
+    """Placeholder tokens (one id, several times in a row) whose rows are wrong, and rows after them that are off.
+
+    Rows before the first placeholder know nothing of the image and must be right; later rows attend to it.
+    """
+    if tensor.expected is None or tensor.expected not in tensor.match.rel_l2:
+        return None
+    distances, limit = tensor.match.rel_l2[tensor.expected], tensor.limits[tensor.expected]
+    before, inside, after = _around_placeholders(case)
+    if min(before.sum(), after.sum()) < 8 or inside.sum() < RUN:
+        return None
+    near, there, later = (median(distances[mask]) for mask in (before, inside, after))
+    if near > limit or there <= limit or there < 4 * near or later < 3 * near:
+        return None
+    return Finding(
+        "multimodal-missing",
+        "error",
+        f"{tensor.where}: rows before the first placeholder token are right ({near:.2g}), those of the placeholders "
+        f"are not ({there:.2g}), and later ones are off ({later:.2g})",
+        "pass the images (or audio) to the forward that collects the states, or capture them from the server",
+        slot=tensor.slot,
+        boundary=tensor.expected,
+        evidence={"before": near, "placeholders": there, "after": later, "rows": int(inside.sum())},
+    )
+
+
+def _around_placeholders(case: Case) -> tuple[IntArray, ...]:
+    """Aligned rows before, in and after the first run of equal tokens of each request: three masks."""
+    ids, rows = case.serving.tokens.token_ids, case.alignment.serving
+    kind = np.zeros(len(ids), dtype=np.int64)
+    for request in case.serving.tokens.requests:
+        own = ids[request.begin : request.end]
+        if request.phase != "prefill" or len(own) < RUN:
             continue
-        rows = [int(case.alignment.serving[i]) for i in split[1]]
-        assert tensor.view is not None
-        zero = int((tensor.view.read(case.alignment.serving[split[1]]).float().abs().amax(-1) == 0).sum())
-        yield Finding(
-            "rows-lost",
-            "error",
-            f"{tensor.where}: {len(rows)} rows do not hold their token's state ({zero} are zero), first row {rows[0]}",
-            "look at prefix-cache hits, chunk borders and padded rows: those positions were never written",
-            slot=tensor.slot,
-            boundary=tensor.expected,
-            evidence={"rows": rows[:16], "zero": zero},
-        )
+        equal = np.flatnonzero(own[1:] == own[:-1])
+        starts = [i for i in equal.tolist() if np.all(own[i : i + RUN] == own[i]) and i + RUN <= len(own)]
+        if not starts:
+            continue
+        first = starts[0]
+        end = first + int(np.argmax(np.append(own[first:] != own[first], True)))
+        kind[request.begin : request.begin + first] = 1
+        kind[request.begin + first : request.begin + end] = 2
+        kind[request.begin + end : request.end] = 3
+    return tuple(kind[rows] == value for value in (1, 2, 3))
 
 
 def situation(case: Case) -> Iterator[Finding]:
     """Right altogether, wrong in one situation (phase, graph replay, short forwards, warm cache)."""
     for tensor in case.tensors:
-        if tensor.judgement.status != "ok":
+        part = graph_part(tensor)
+        if part is None and tensor.judgement.status == "ok":
+            part = next((part for part in tensor.strata if part.status == "fail"), None)
+        if part is None:
             continue
-        failed = [part for part in tensor.strata if part.status == "fail"]
-        for part in sorted(failed, key=lambda part: "graph replay" not in part.rows)[:1]:
-            another = part.best != tensor.expected
-            yield Finding(
-                "graph-stale" if "graph replay" in part.rows else "layer-set" if another else "undetermined",
-                "error",
-                f"{tensor.where}: the {part.count} rows of {part.rows} "
-                + (f"hold boundary {part.best}" if another else f"are {part.best_median:.3g} away from it")
-                + f", the others boundary {tensor.expected}",
-                "the capture differs by situation: on SGLang before 0.5.11 decode graphs capture the default layers "
-                "(upgrade); otherwise repeat with --disable-cuda-graph to see which path is wrong",
-                slot=tensor.slot,
-                boundary=part.best,
-                evidence={"rows": part.rows, "count": part.count, "rel_l2": part.best_median},
-            )
+        another = (
+            part.best != tensor.expected
+            and part.best_median is not None
+            and (part.best is None or part.best_median <= tensor.limits[part.best])
+        )
+        yield Finding(
+            "graph-stale" if "graph replay" in part.rows else "layer-set" if another else "undetermined",
+            "error",
+            f"{tensor.where}: the {part.count} rows of {part.rows} "
+            + (f"hold boundary {part.best}" if another else "do not hold it")
+            + f", the others boundary {tensor.expected}",
+            "the capture differs by situation: on SGLang before 0.5.11 decode graphs capture the default layers "
+            "(upgrade); otherwise repeat with --disable-cuda-graph to see which path is wrong",
+            slot=tensor.slot,
+            boundary=part.best,
+            evidence={"rows": part.rows, "count": part.count, "rel_l2": part.best_median},
+        )

@@ -1,0 +1,62 @@
+"""Checks of files and flags alone: draft config and headers, target config, engine, version, parallelism.
+
+The registry: one function a check, with its finding code, what it needs to know, and its source. Add a check by
+writing the function and adding its name here. Loads neither torch nor numpy.
+"""
+
+from eagle_parity.diagnosis.files import ids, norms, precision, rope, serving, vocabulary, widths
+from eagle_parity.diagnosis.files.check import Check
+
+CHECKS: tuple[Check, ...] = (
+    serving.dialect,
+    serving.draft_class,
+    serving.algorithm,
+    ids.declared,
+    ids.place,
+    ids.agree,
+    ids.unique,
+    ids.count,
+    ids.in_range,
+    ids.captured,
+    ids.order,
+    ids.meaning,
+    ids.rule_known,
+    ids.target_captures,
+    ids.aux_states_used,
+    serving.fused_all_reduce,
+    serving.graph_layers,
+    serving.two_batch_overlap,
+    serving.pipeline_parallel,
+    serving.context_parallel,
+    serving.scattered_rows,
+    serving.disaggregation,
+    serving.same_draft,
+    widths.target_width,
+    widths.config_widths,
+    widths.slots_known,
+    widths.draft_tp,
+    norms.norm_before_fc_known,
+    norms.fc_norm_known,
+    norms.norm_output_known,
+    norms.one_feature_norm,
+    norms.norm_weights,
+    norms.flag_place,
+    norms.norm_before_residual,
+    norms.norm_output_meaning,
+    norms.fc_bias,
+    norms.fc_used,
+    vocabulary.lm_head,
+    vocabulary.embedding,
+    vocabulary.vocab_sizes,
+    vocabulary.target_vocab,
+    vocabulary.vocab_map,
+    vocabulary.mask_token,
+    rope.schemas,
+    rope.theta,
+    rope.factor,
+    rope.like_target,
+    precision.draft_dtype,
+    precision.like_target,
+    precision.inherits,
+    precision.target_basis,
+)

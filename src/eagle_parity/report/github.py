@@ -1,0 +1,42 @@
+"""A report as GitHub workflow commands: one annotation a finding, at its line where it has one.
+
+https://docs.github.com/actions/reference/workflow-commands-for-github-actions, "Setting an error message".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eagle_parity.records import Finding, Report
+from eagle_parity.report.table import summary
+
+_LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+def to_github(report: Report) -> str:
+    """Annotations, then the verdict as a line of the log. Paths below the working directory are made relative to it."""
+    lines = [_annotation(finding) for finding in report.findings]
+    return "\n".join([*lines, f"{report.verdict.upper()}  {summary(report)}"]) + "\n"
+
+
+def _annotation(finding: Finding) -> str:
+    evidence = finding.evidence
+    properties = {"title": f"eagle-parity {finding.code}"}
+    if "file" in evidence and "line" in evidence:
+        properties = {"file": _relative(str(evidence["file"])), "line": str(evidence["line"])} | properties
+    listed = ",".join(f"{name}={_escape(value, ':,')}" for name, value in properties.items())
+    text = f"{finding.message}\nfix: {finding.fix}"
+    return f"::{_LEVEL[finding.severity]} {listed}::{_escape(text)}"
+
+
+def _relative(path: str) -> str:
+    """Annotations need a path inside the repository, which is where a workflow runs."""
+    absolute = Path(path).absolute()
+    here = Path.cwd()
+    return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else path
+
+
+def _escape(text: str, more: str = "") -> str:
+    for letter in "%\r\n" + more:
+        text = text.replace(letter, f"%{ord(letter):02X}")
+    return text
