@@ -1,4 +1,4 @@
-"""Run every benchmark beside this file: `python benchmarks/run.py [NAME …]`. Each prints a table of what it measures."""
+"""Run every benchmark beside this file, `python benchmarks/run.py [NAME …]`; each prints a table."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from eagle_parity.alignment import matching
+from eagle_parity.alignment.channels import take
 from eagle_parity.alignment.matching import Match, compare, match
 from eagle_parity.alignment.views import blocks
 from eagle_parity.records import IntArray
@@ -174,3 +175,10 @@ def test_compare_of_nothing() -> None:
     none = np.empty(0, dtype=np.int64)
     view = Whole(torch.ones(3, 8))
     assert len(compare(view, view, none, none).cosine_centred) == 0
+
+
+@pytest.mark.parametrize("left_out", [[], [0], [63], [0, 1, 5, 62, 63], [30], list(range(64))])
+def test_take_is_an_index(left_out: list[int]) -> None:
+    rows = torch.randn(5, 64)
+    channels = torch.tensor([c for c in range(64) if c not in left_out], dtype=torch.int64)
+    assert torch.equal(take(rows, channels), rows[:, channels])

@@ -136,9 +136,13 @@ def test_existing_targets_are_kept(tmp_path: Path) -> None:
     (path / "mine").write_text("x")
     with pytest.raises(UsageError, match="not empty"):
         DumpWriter(path, plan())
-    with DumpWriter(path, plan(3), overwrite=True) as writer:
+    (path / "mine").unlink()
+    with DumpWriter(path, plan(3)) as writer:
         writer.add(sample(0))
-    assert open_dump(path).facts.slots == 1
+    with DumpWriter(path, plan(6), overwrite=True) as writer:
+        writer.add(sample(0))
+        writer.add(sample(1))
+    assert len(open_dump(path).tokens.token_ids) == 6
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dump"]
 
 

@@ -42,7 +42,14 @@ class Selected:
 
     def read(self, rows: IntArray) -> torch.Tensor:
         """Token rows, [len(rows), width]."""
-        return self.view.read(rows)[:, self.channels]
+        return take(self.view.read(rows), self.channels)
+
+
+def take(rows: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Some channels of [rows, W], ascending. Those left out are few, so copying what lies between them is quick."""
+    cuts = (channels.diff() != 1).nonzero().flatten() + 1
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in channels.tensor_split(cuts) if len(run)]
+    return torch.cat([rows[:, begin:end] for begin, end in runs], 1) if runs else rows[:, :0]
 
 
 def select(view: View, channels: torch.Tensor | None, hidden: int | None) -> View:

@@ -104,20 +104,16 @@ class Gathered:
         return self.views[0].width
 
     def read(self, rows: IntArray) -> torch.Tensor:
-        """Token rows, each from a rank that holds it."""
-        out: torch.Tensor | None = None
-        open_rows = np.ones(len(rows), dtype=bool)
+        """Token rows, each from a rank that holds it; zeros for rows that none holds."""
+        first = self.views[0]
+        dtype = DTYPES[first.capture.spec(first.rank, first.name).dtype]
+        out = torch.zeros((len(rows), self.width), dtype=dtype)
+        missing = np.ones(len(rows), dtype=bool)
         for view in self.views:
-            mine = open_rows & view.holds(rows)
-            if not mine.any():
-                continue
-            part = view.read(rows[mine])
-            if out is None:
-                out = torch.zeros((len(rows), self.width), dtype=part.dtype)
-            out[torch.from_numpy(mine)] = part
-            open_rows &= ~mine
-        if out is None:
-            return self.views[0].read(rows[:0])
+            mine = missing & view.holds(rows)
+            if mine.any():
+                out[torch.from_numpy(mine)] = view.read(rows[mine])
+                missing &= ~mine
         return out
 
 

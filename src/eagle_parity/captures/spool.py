@@ -307,7 +307,7 @@ class SpoolWriter:
             del job
 
     def _wait_for_quiet(self, job: _Job) -> None:
-        """Let a request's forwards go by first: this thread takes turns with the scheduler's, and each turn costs it."""
+        """Let a request's forwards go by first: this thread takes turns with the scheduler's, which costs it."""
         if job.header.kind == "end":
             return
         while self._pending < LAZY_BYTES and (wait := self._latest + QUIET_SECONDS - time.monotonic()) > 0:

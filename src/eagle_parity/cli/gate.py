@@ -52,5 +52,6 @@ def command(
 
     for kind, path in targets:
         output.write_text(path, content(kind))
-    typer.echo(content(format), nl=False)
+    with output.unread():
+        typer.echo(content(format), nl=False)
     return exit_code(verdict)

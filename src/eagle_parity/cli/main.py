@@ -5,7 +5,8 @@ Commands import what they need when they run, so that `--help` loads neither tor
 
 from __future__ import annotations
 
-import os
+import errno
+import io
 import sys
 import traceback
 from pathlib import Path
@@ -25,9 +26,10 @@ from eagle_parity.cli import (
     settings,
     which_layers,
 )
-from eagle_parity.errors import EagleParityError, UsageError
+from eagle_parity.errors import EagleParityError, EnvironmentFailure, UsageError
 
 BUG = 70
+_SURROUNDINGS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EPIPE)
 INTERRUPTED = 130
 # Typer brings its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors.
 ClickException = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -74,16 +76,22 @@ def _options(
 def main(args: list[str]) -> int:
     """Run one command line and return its exit code. A user's mistake never shows a traceback."""
     as_json = output.wants_json(args)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a path that the terminal cannot show is no reason to fail
     try:
         result = app(args, standalone_mode=False)
+        with output.unread():
+            sys.stdout.flush()
     except EagleParityError as error:
         return output.show_error(error.code, error.message, error.fix, error.exit_code, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
-    except BrokenPipeError:
-        # The reader of stdout went away (`| head`): not an error, and nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        if error.errno not in _SURROUNDINGS:
+            return _bug(error, as_json)
+        output.drop_stdout()  # it may be what cannot be written
+        message, fix = f"{error.strerror}: {error.filename or 'the output'}", "free disk space, or check permissions"
+        return output.show_error(EnvironmentFailure.code, message, fix, EnvironmentFailure.exit_code, as_json=as_json)
     except Exception as error:
         if isinstance(error, ClickException):
             if not as_json:
@@ -92,17 +100,16 @@ def main(args: list[str]) -> int:
             return output.show_error(
                 UsageError.code, message, "see --help", UsageError.exit_code, as_json=as_json, quiet=True
             )
-        traceback.print_exc()
-        return output.show_error(
-            "bug",
-            f"{type(error).__name__}: {error}",
-            "this is a bug in eagle-parity: report it with the traceback above",
-            BUG,
-            as_json=as_json,
-        )
+        return _bug(error, as_json)
     if result == INTERRUPTED:  # newer typers turn Ctrl-C into this result themselves
         print("interrupted; nothing was kept", file=sys.stderr)
     return result if isinstance(result, int) else 0
+
+
+def _bug(error: Exception, as_json: bool) -> int:
+    traceback.print_exception(error)
+    fix = "this is a bug in eagle-parity: report it with the traceback above"
+    return output.show_error("bug", f"{type(error).__name__}: {error}", fix, BUG, as_json=as_json)
 
 
 def run() -> None:

@@ -95,6 +95,20 @@ def say(text: str) -> None:
     stderr().print(text, soft_wrap=True, markup=False)
 
 
+def drop_stdout() -> None:
+    """Send what is still to be printed nowhere, so that Python's own flush at the end does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Printing a result whose reader may go away (`| head`): the exit code stays the verdict's."""
+    try:
+        yield
+    except BrokenPipeError:
+        drop_stdout()
+
+
 def render(report: Report, format: Format, *, width: int | None = None) -> str:
     """A report as text; a terminal's colours are left to `deliver`."""
     from eagle_parity import report as reports
@@ -127,16 +141,21 @@ def deliver(report: Report, format: Format, targets: Sequence[tuple[Format, Path
 
         from eagle_parity.report import print_table
 
-        print_table(report, Console(highlight=False))
+        with unread():
+            print_table(report, Console(highlight=False))
     else:
-        sys.stdout.write(render(report, format))
+        with unread():
+            sys.stdout.write(render(report, format))
     return exit_code(report.verdict)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one step: whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device is written to, never replaced
+            path.write_text(text)
+            return
         temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:

@@ -90,6 +90,12 @@ def open_side(path: Path, how: Files, model: Model | None = None) -> Capture:
     from eagle_parity import readers
     from eagle_parity.dump import open_dump
 
+    layers = None if model is None else model.num_layers
+    beyond = [b for b in how.slots or () if layers is not None and isinstance(b, int) and b > layers]
+    if beyond:
+        raise UsageError(
+            f"--slots: {beyond} is beyond the model's boundaries 0 to {layers}", fix=f"name boundaries of 0 to {layers}"
+        )
     if not path.exists() or readers.is_own_dump(path):
         dump = open_dump(path)
         return dump if how.slots is None else replace(dump, facts=replace(dump.facts, slot_boundaries=how.slots))

@@ -139,12 +139,17 @@ def _tops(
 
 
 def check_sides(training: Capture, serving: Capture) -> None:
-    """Refuse swapped sides; two dumps of one side may be compared on purpose (TP=1 against TP=8)."""
-    if training.facts.side == "serving" and serving.facts.side == "training":
+    """Refuse a training dump as SERVING; a serving dump as TRAINING may be meant (TP=1 against TP=8)."""
+    if serving.facts.side != "training":
+        return
+    if training.facts.side == "serving":
         raise InputError(
             f"{training.path} is a serving dump and {serving.path} a training dump: the sides are swapped",
             fix="give TRAINING first, SERVING second",
         )
+    raise InputError(
+        f"{serving.path} is a training dump, so nothing was served", fix="give a dump of `dump serving` as SERVING"
+    )
 
 
 def check_model(training: Capture, serving: Capture) -> None:
@@ -202,10 +207,12 @@ def _partial(
     """Whether ranks that all differ are parts of a sum. A rank that is some boundary by itself excludes it."""
     if ranks.shape != "differ" or len(probe) == 0 or len(ranks.groups()) < len(ranks.views):
         return None
-    if _matching_ranks(ranks, views, alignment, probe, limits, ordinary):
-        return None
     ours, theirs = alignment.serving[probe], alignment.training[probe]
-    return find_partial_sum(ranks.views, views, ours, theirs, limits, expected, ordinary)
+    found = find_partial_sum(ranks.views, views, ours, theirs, limits, expected, ordinary)
+    # A stored residual proves it whatever a single rank looks like: the largest part alone can be near a boundary.
+    if found is None or found.how == "residual":
+        return found
+    return None if _matching_ranks(ranks, views, alignment, probe, limits, ordinary) else found
 
 
 def _matching_ranks(

@@ -24,14 +24,13 @@ STAGE_LENGTH = 64  # of which this many at most from one passage
 SWEEPS = 4  # times that all slots are gone through on few rows, at most
 FINALS = 5  # races on all rows, at most
 BEST = 3  # states of each slot that are combined for the last race
-SHOWN = 12  # orderings in a ranking
 KEPT = 5  # orderings that see every row whatever happens
 LEAST = 8  # rows without which nothing is said
 
 
 @dataclass(frozen=True)
 class Ordering:
-    """The ranking of orderings, best first, and what it is worth.
+    """The ranking of all orderings that were tried, best first, and what it is worth.
 
     `measure`: what `loss` is. `z`: the best against the hardest rival, in standard errors. `control_z`: the best
     against itself with states of other rows. `rows_needed`: rows that would make it sure, where more rows can. `tried`
@@ -54,6 +53,10 @@ class Ordering:
     def best(self) -> Order | None:
         """The ordering that the draft was trained on; None when the data cannot tell."""
         return None if self.ambiguous or not self.ranking else self.ranking[0].order
+
+    def standing(self, order: Order) -> Standing | None:
+        """Where an ordering ended; None when it was not tried."""
+        return next((standing for standing in self.ranking if standing.order == order), None)
 
 
 def rank_orderings(
@@ -194,7 +197,7 @@ class _Search:
             why = f"{list(found.leader.order)} and {list(rival.order)} cannot be told apart ({z:.1f} standard errors)"
             needed = math.ceil(found.leader.rows * (SURE / z) ** 2) if z > 0.2 else None
         return Ordering(
-            found.standings[:SHOWN],
+            found.standings,
             measure,
             found.leader.rows,
             z,

@@ -88,8 +88,8 @@ def is_dump(path: Path) -> bool:
 def open_dump(path: Path | str) -> Dump:
     """Open a dump directory.
 
-    Raises NotADumpError for what is not one or is unfinished, InputError for a damaged one; both name the file, what was
-    expected and what was found.
+    Raises NotADumpError for what is not one or is unfinished, InputError for a damaged one; both name the file, what
+    was expected and what was found.
     """
     path = Path(path)
     if not path.exists():
@@ -152,12 +152,14 @@ def _tokens(path: Path, requests: tuple[Request, ...]) -> Tokens:
     count = len(ids)
     positions = _column(file, "positions", count, required=True)
     assert positions is not None
+    parents = _column(file, "parents", count)
+    _check_structure(file.path, positions, parents)
     end = 0
     for i, request in enumerate(sorted(requests, key=lambda r: r.begin)):
         if not (0 <= request.begin <= request.end <= count) or request.begin < end:
             raise InputError(
-                f"{path}: request {i} ({request.id!r}) has rows [{request.begin}, {request.end}), which overlap another "
-                f"request or lie outside the {count} rows",
+                f"{path}: request {i} ({request.id!r}) has rows [{request.begin}, {request.end}), which overlap "
+                f"another request or lie outside the {count} rows",
                 fix="write the manifest as dump format schema 1 says",
             )
         end = request.end
@@ -166,9 +168,28 @@ def _tokens(path: Path, requests: tuple[Request, ...]) -> Tokens:
         positions,
         requests,
         _column(file, "loss_mask", count),
-        _column(file, "parents", count),
+        parents,
         _column(file, "accepted", count),
     )
+
+
+def _check_structure(path: Path, positions: IntArray, parents: IntArray | None) -> None:
+    """Positions from 0 up; a parent is -1 or the row of an earlier position."""
+    if len(positions) and positions.min() < 0:
+        row = int(np.flatnonzero(positions < 0)[0])
+        raise InputError(f"{path}: row {row} is at position {positions[row]}, below 0", fix="capture again")
+    if parents is None or len(parents) == 0:
+        return
+    outside = (parents < -1) | (parents >= len(parents))
+    later = ~outside & (parents >= 0) & (positions[np.where(outside, 0, parents)] >= positions)
+    wrong = np.flatnonzero(outside | later)
+    if len(wrong):
+        row = int(wrong[0])
+        raise InputError(
+            f"{path}: the parent of row {row} is {parents[row]}; it must be -1 or a row (0 to {len(parents) - 1}) of "
+            "an earlier position",
+            fix="write parents as dump format schema 1 says",
+        )
 
 
 def _ranks(path: Path, count: int) -> dict[int, dict[str, _Tensor]]:
@@ -222,8 +243,8 @@ def _check_rows(path: Path, tensor: _Tensor, count: int) -> None:
     if tensor.rows is None:
         if tensor.length != count:
             raise InputError(
-                f"{path}: {tensor.spec.name} has {tensor.length} rows, there are {count} tokens and no `rows` tensor that "
-                "names those it holds",
+                f"{path}: {tensor.spec.name} has {tensor.length} rows, there are {count} tokens and no `rows` tensor "
+                "that names those it holds",
                 fix="capture again, or store `rows`",
             )
         return

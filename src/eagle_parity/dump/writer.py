@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -34,13 +35,34 @@ def planned_bytes(plan: Plan) -> int:
 
 
 def check_target(path: Path, *, overwrite: bool = False) -> None:
-    """Refuse a target that holds something. Raises UsageError, so call it before any expensive work."""
-    if overwrite or not path.exists():
+    """Refuse a target that holds something; with `overwrite`, something that is no dump.
+
+    Raises UsageError, so call it before any expensive work.
+    """
+    file = next((parent for parent in path.absolute().parents if parent.exists() and not parent.is_dir()), None)
+    if file is not None:
+        raise UsageError(f"{path} cannot be made: {file} is a file", fix="choose another place with -o")
+    if not path.exists():
         return
     if not path.is_dir():
         raise UsageError(f"{path} exists and is not a directory", fix="choose another place with -o")
-    if any(path.iterdir()):
+    if not any(path.iterdir()):
+        return
+    if not overwrite:
         raise UsageError(f"{path} exists and is not empty", fix="choose another -o, or replace it with --overwrite")
+    if not _holds_dump(path):
+        raise UsageError(
+            f"{path} holds something that is no dump; --overwrite replaces dumps only",
+            fix="choose another place with -o",
+        )
+
+
+def _holds_dump(path: Path) -> bool:
+    try:
+        document = json.loads((path / manifest.NAME).read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("format") == manifest.FORMAT
 
 
 def check_size(plan: Plan, path: Path, cap: int = DEFAULT_CAP) -> None:

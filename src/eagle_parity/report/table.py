@@ -78,6 +78,8 @@ def _why_inconclusive(report: Report) -> str:
         return "a negative control matched: the data cannot tell right from wrong"
     if report.layers is not None and report.layers.trained is None:
         return "nothing says which boundaries the slots should hold (dump training --slots)"
+    if report.layers is not None and not any(row.slot is not None for row in report.rows):
+        return "the serving dump holds no slots: nothing was handed to a draft"
     unsure = [str(row.slot) for row in report.rows if row.slot is not None and row.status != "ok"]
     if unsure:
         return f"slot {', '.join(unsure)}: best boundary and runner-up, or the expected one, cannot be told apart"

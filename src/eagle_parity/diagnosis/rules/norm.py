@@ -16,6 +16,7 @@ from eagle_parity.metrics.distribution import median, sign_test
 from eagle_parity.records import FINAL_NORM, Boundary
 
 ROUNDS, TRIMS = 12, 3
+OFF, MANY = 0.02, 0.1  # a channel's weight that counts as none, and the share of such channels that no norm has
 SAME = 0.1  # relative difference up to which two weights are one
 
 
@@ -63,6 +64,11 @@ class Scaling:
     def plain(self) -> bool:
         """Hardly more than one factor for everything."""
         return self.spread < 0.01 and float(self.weight.std()) < 0.01
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the weight can be a norm's: no norm switches many channels off."""
+        return float((self.weight.abs() < OFF).float().mean()) < MANY
 
 
 def fit(case: Case, serving: torch.Tensor, boundary: Boundary, truth: torch.Tensor) -> Scaling | None:
@@ -117,7 +123,7 @@ def find(case: Case, tensor: TensorCase) -> Scaling | None:
         if boundary == FINAL_NORM:
             continue
         found = fit(case, serving, boundary, case.training_rows(boundary))
-        if found is not None and found.distance <= tensor.limits[boundary]:
+        if found is not None and found.is_norm and found.distance <= tensor.limits[boundary]:
             fits.append(found)
     return nearest_of(fits, tensor.expected)
 

@@ -130,6 +130,8 @@ def graph_part(tensor: TensorCase) -> Judgement | None:
 def split_rows(case: Case, tensor: TensorCase, boundary: Boundary, wrong: IntArray) -> tuple[list[int], list[int]]:
     """Split rows (indexes into the alignment) by whether they are some other row's state of that boundary."""
     assert tensor.view is not None
+    if len(wrong) == 0:
+        return [], []
     wrong = wrong[sample(len(wrong), PROBE_ROWS)]
     ours = case.keep_ordinary(tensor.view.read(case.alignment.serving[wrong]).float())
     everywhere = case.alignment.training
