@@ -12,7 +12,7 @@ import torch
 
 from eagle_parity.alignment import matching
 from eagle_parity.alignment.channels import take
-from eagle_parity.alignment.matching import Match, compare, match
+from eagle_parity.alignment.matching import Match, compare, match, sample
 from eagle_parity.alignment.views import blocks
 from eagle_parity.records import IntArray
 
@@ -182,3 +182,14 @@ def test_take_is_an_index(left_out: list[int]) -> None:
     rows = torch.randn(5, 64)
     channels = torch.tensor([c for c in range(64) if c not in left_out], dtype=torch.int64)
     assert torch.equal(take(rows, channels), rows[:, channels])
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 140, 1000, 10**6])
+def test_a_sample_reaches_from_the_first_row_to_the_last(count: int) -> None:
+    found = sample(count, 128)
+    assert len(found) == len(set(found.tolist())) <= 128
+    assert len(found) >= min(count, 100)
+    assert found.tolist() == sorted(found.tolist())
+    if count:
+        assert (found[0], found[-1]) == (0, count - 1)
+        assert np.diff(found).max(initial=0) <= max(1, count // 14)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,19 @@ def test_provenance_names_every_model() -> None:
             json.loads((folder / "config.json").read_text())
     size = sum(file.stat().st_size for file in TRAINED.rglob("*") if file.is_file())
     assert size < 12e6
+
+
+def test_an_order_that_was_left_out_can_be_held_against_the_best(
+    dump_of: Callable[[str], Dump], draft_of: Callable[[str], Draft]
+) -> None:
+    proof = prove_order(draft_of("usual"), dump_of("usual"), open_target(target_of("usual")), rows=400)
+    best = proof.ordering.ranking[0].order
+    assert proof.refutes(best) is None
+    assert proof.refutes((0, 2, 4)) == proof.ordering.standing((0, 2, 4))
+    assert proof.standing((2, 4, 99)) is None
+    cut = replace(proof, ordering=replace(proof.ordering, ranking=proof.ordering.ranking[:3]))
+    again = cut.refutes((0, 2, 4))
+    assert again is not None
+    assert again.z >= SURE
+    heedless = replace(proof, ordering=replace(proof.ordering, control_z=1.0))
+    assert heedless.refutes((0, 2, 4)) is None

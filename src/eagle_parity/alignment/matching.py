@@ -30,6 +30,7 @@ from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, boundary_name
 
 PAIRS_BYTES = 16 * 2**20  # of float32 rows of all tensors together: few enough for a cache, enough to read in one go
+RUN_ROWS = 8
 LUCK = 0.01  # p-value above which best and runner-up cannot be told apart
 
 
@@ -234,10 +235,14 @@ def compare(serving: View, training: View, serving_rows: IntArray, training_rows
 
 
 def sample(count: int, limit: int) -> IntArray:
-    """Up to `limit` indexes spread evenly over `count`, for tests that need all tensors in memory at once."""
+    """Up to `limit` indexes spread over `count`, for tests that need all tensors in memory at once.
+
+    In short runs, since rows that lie together are read together.
+    """
     if count <= limit:
         return np.arange(count, dtype=np.int64)
-    return np.unique(np.linspace(0, count - 1, limit).astype(np.int64))
+    begins = np.linspace(0, count - RUN_ROWS, limit // RUN_ROWS).astype(np.int64)
+    return np.unique((begins[:, None] + np.arange(RUN_ROWS, dtype=np.int64)).ravel())
 
 
 def medians_of(columns: Sequence[FloatArray]) -> tuple[float, ...]:
