@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -16,6 +17,8 @@ import torch
 from eagle_parity.cli.main import main
 from tests.synthetic import DumpSpec, Net, make_net
 
+# A shell starts background jobs with SIGINT ignored, and children inherit that: the tests of Ctrl-C need the usual.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings
 
 ROOT = Path(__file__).parent.parent

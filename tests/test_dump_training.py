@@ -226,8 +226,12 @@ def test_a_target_that_exists(tmp_path: Path, model: Path, prompts: Path, capsys
     # Seen before anything else is looked at.
     assert run(out, tmp_path / "no-model", "--prompts", prompts) == 2
     fails(capsys, "exists and is not empty", "--overwrite")
+    # Somebody's own files are not overwritten, a dump is.
+    assert run(out, model, "--prompts", prompts, "--overwrite") == 2
+    fails(capsys, "no dump")
+    (out / "precious").unlink()
+    assert run(out, model, "--prompts", prompts) == 0
     assert run(out, model, "--prompts", prompts, "--overwrite") == 0
-    assert not (out / "precious").exists()
 
 
 def test_the_cap(tmp_path: Path, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:

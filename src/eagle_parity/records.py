@@ -334,6 +334,12 @@ class Layers:
     """Who says what the draft was trained on."""
     ranking: tuple[Mapping[str, Any], ...] = ()
     ambiguous: bool = False
+    replay: Mapping[str, Any] | None = None
+    """What the ranking is worth: rows, z, control, how it was searched."""
+    declarations: tuple[Mapping[str, Any], ...] = ()
+    """What the config's ids mean under each engine's and trainer's rule."""
+    acceptance: Mapping[str, Any] | None = None
+    """The forecast accept length on training states and on what the server feeds, and the measured one."""
 
 
 @dataclass(frozen=True)

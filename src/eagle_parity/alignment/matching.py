@@ -16,7 +16,6 @@ from eagle_parity.metrics.distances import (
     FloatArray,
     RowSums,
     angle,
-    joined,
     numpy64,
     products,
     row_sums,
@@ -145,25 +144,23 @@ def match(
     for width in sorted({view.width for view in serving.values()}):
         ours = {name: view for name, view in serving.items() if view.width == width}
         theirs = {boundary: view for boundary, view in boundaries.items() if view.width == width}
-        parts = []
-        for part in _pairs(list(ours.values()), list(theirs.values()), serving_rows, training_rows, width):
-            parts.append(part)
+        sides = [(view, serving_rows) for view in ours.values()] + [(view, training_rows) for view in theirs.values()]
+        distances = np.empty((len(ours), len(theirs), len(serving_rows)))
+        norms = np.empty((len(theirs), len(serving_rows)))
+        for block, states in _side_by_side(sides, width) if theirs else ():
+            distances[..., block], norms[:, block] = pair_rel_l2(states[: len(ours)], states[len(ours) :])
             if step is not None:
-                step(part[0].shape[-1])
-        distances = np.concatenate([part[0] for part in parts], -1) if parts else np.empty((len(ours), 0, 0))
-        norms = dict(zip(theirs, np.concatenate([part[1] for part in parts], -1), strict=True)) if parts else {}
+                step(block.stop - block.start)
+        by_boundary = dict(zip(theirs, norms, strict=True)) if len(serving_rows) else {}
         for name, values in zip(ours, distances, strict=True):
-            found[name] = Match(dict(zip(norms, values, strict=True)), norms)
+            found[name] = Match(dict(zip(by_boundary, values, strict=False)), by_boundary)
     return found
 
 
-def _pairs(
-    ours: list[View], theirs: list[View], serving_rows: IntArray, training_rows: IntArray, width: int
-) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Relative L2 of all pairs of tensors, [ours, theirs, rows], and norms, [theirs, rows], block after block."""
-    sides = [(view, serving_rows) for view in ours] + [(view, training_rows) for view in theirs]
-    slices = list(blocks(len(serving_rows), padded(width) * len(sides), PAIRS_BYTES))
-    if not theirs or not slices:
+def _side_by_side(sides: list[tuple[View, IntArray]], width: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Blocks of rows of all tensors of a width: [tensors, rows of the block, padded width]."""
+    slices = list(blocks(len(sides[0][1]), padded(width) * len(sides), PAIRS_BYTES))
+    if not slices:
         return
     wide = torch.float64 if any(view.read(rows[:1]).dtype == torch.float64 for view, rows in sides) else torch.float32
     # One buffer for all blocks: fresh memory would cost as much as the sums.
@@ -172,8 +169,7 @@ def _pairs(
         part = buffer[:, : block.stop - block.start]
         for place, (view, rows) in zip(part, sides, strict=True):
             place[:, :width] = view.read(rows[block])
-        part = part.contiguous()
-        yield pair_rel_l2(part[: len(ours)], part[len(ours) :])
+        yield block, part.contiguous()
 
 
 @one_thread()
@@ -181,10 +177,12 @@ def sums(
     serving: View, training: View, serving_rows: IntArray, training_rows: IntArray, channels: slice = slice(None)
 ) -> RowSums:
     """Sums of one tensor with some of another's channels on paired rows."""
-    slices = blocks(len(serving_rows), training.width)
-    return joined(
-        [row_sums(serving.read(serving_rows[b]), training.read(training_rows[b])[:, channels]) for b in slices]
-    )
+    found = RowSums(*torch.empty(4, len(serving_rows), dtype=torch.float64))
+    for block in blocks(len(serving_rows), training.width):
+        part = row_sums(serving.read(serving_rows[block]), training.read(training_rows[block])[:, channels])
+        for name in ("dot", "serving_sq", "training_sq", "difference_sq"):
+            getattr(found, name)[block] = getattr(part, name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -222,8 +220,9 @@ def compare(serving: View, training: View, serving_rows: IntArray, training_rows
             sums += [squares(a), squares(b), products(a, b)]
         return torch.stack(sums)
 
-    parts = [safely(measure, *read(block)) for block in slices]
-    sums = torch.cat(parts, 1) if parts else torch.empty((7, 0), dtype=torch.float64)
+    sums = torch.empty(10 if len(massive) else 7, len(serving_rows), dtype=torch.float64)
+    for block in slices:  # small results kept between large blocks would keep the allocator from using these again
+        sums[:, block] = safely(measure, *read(block))
     plain = RowSums(serving_sq=sums[0], training_sq=sums[1], dot=sums[2], difference_sq=sums[3])
     return Comparison(
         cosine=numpy64(plain.cosine()),

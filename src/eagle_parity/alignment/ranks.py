@@ -141,7 +141,7 @@ def _shape(views: tuple[RankView, ...], rows: IntArray, hidden_size: int | None,
 def _spreads(views: tuple[RankView, ...], rows: IntArray) -> tuple[tuple[RankSpread, ...], tuple[NonFinite, ...]]:
     """Each rank against the first, block by block: copies are compared as bytes, only what differs is computed."""
 
-    distances: list[list[FloatArray]] = [[] for _ in views]
+    distances = np.zeros((len(views), len(rows)))
     roundings = [0.0] * len(views)
     digests: list[list[int]] = [[] for _ in views]
     bad: dict[int, NonFinite] = {}
@@ -151,16 +151,16 @@ def _spreads(views: tuple[RankView, ...], rows: IntArray) -> tuple[tuple[RankSpr
         for i, view in enumerate(views):
             other = first if i == 0 else view.read(rows[block])
             copy = i == 0 or _same_bits(first, other)
-            distance, rounded, digest = (np.zeros(len(first)), 0.0, 0) if copy else _differing(first, other)
-            distances[i].append(distance)
-            roundings[i] = max(roundings[i], rounded)
+            digest = 0
+            if not copy:
+                distances[i, block], rounded, digest = _differing(first, other)
+                roundings[i] = max(roundings[i], rounded)
             digests[i].append(digest)
             place = odd if copy else _bad_value(other, rows[block])
             if place is not None:
                 bad.setdefault(view.rank, NonFinite(view.rank, *place))
     spreads = tuple(
-        RankSpread(view.rank, np.concatenate([np.empty(0), *distances[i]]), roundings[i], hash(tuple(digests[i])))
-        for i, view in enumerate(views)
+        RankSpread(view.rank, distances[i], roundings[i], hash(tuple(digests[i]))) for i, view in enumerate(views)
     )
     return spreads[1:], tuple(bad.values())
 

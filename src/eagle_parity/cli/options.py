@@ -29,6 +29,15 @@ DraftOption = Annotated[
     Path | None,
     typer.Option("--draft", envvar="EAGLE_PARITY_DRAFT", help="The draft checkpoint (its declared layer ids)."),
 ]
+TargetOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--target",
+        metavar="DIR",
+        envvar="EAGLE_PARITY_TARGET",
+        help="The target model's directory: its embedding and head, for replaying the draft.",
+    ),
+]
 FloorOption = Annotated[
     list[Path] | None,
     typer.Option("--floor", help="A serving dump known to be healthy; its distances are the floor. Repeatable."),

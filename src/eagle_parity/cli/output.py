@@ -90,6 +90,14 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def replaying() -> Iterator[Callable[[int], None]]:
+    """A progress bar over rows replayed, whose total nobody knows; yields the function to call with rows done."""
+    with progress() as bar:
+        task = bar.add_task("replaying the draft", total=None)
+        yield lambda done: bar.advance(task, done)
+
+
 def say(text: str) -> None:
     """One line on stderr."""
     stderr().print(text, soft_wrap=True, markup=False)

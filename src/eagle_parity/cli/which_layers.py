@@ -21,6 +21,7 @@ def command(
     draft: Annotated[
         Path | None, typer.Option("--draft", envvar="EAGLE_PARITY_DRAFT", help="The draft checkpoint (required).")
     ] = None,
+    target: options.TargetOption = None,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -38,31 +39,42 @@ def command(
 ) -> int:
     """Which layers, in which order: trained on, fed by the server, declared by the config; and the line to write.
 
-    The trained order is the training dump's declaration (`dump training --slots`).
+    The trained order is proven by replaying the draft on the training states in every order; where the data cannot
+    tell, it is what the training side declares (--slots).
     """
     if draft is None:
         raise UsageError("which-layers needs the draft checkpoint", fix="give it with --draft DIR")
     targets = options.report_targets(report)
     how = sides.files(reference, reader, slots, limit, sample, strict)
-    return output.deliver(measure(training, serving, draft, how, parse_engine(engine)), format, targets)
+    return output.deliver(measure(training, serving, draft, how, parse_engine(engine), target), format, targets)
 
 
 def measure(
-    training: Path, serving: Path | None, draft: Path, how: sides.Files, engine: Engine | None = None
+    training: Path,
+    serving: Path | None,
+    draft: Path,
+    how: sides.Files,
+    engine: Engine | None = None,
+    target: Path | None = None,
 ) -> Report:
-    """Open what is given and put the answers side by side."""
-    from eagle_parity.diagnosis.layers import compare_layers, declare_layers
+    """Open what is given, replay the draft, and put the answers side by side."""
+    from eagle_parity.diagnosis.layers import compare_layers, declare_layers, trained_order
+    from eagle_parity.diagnosis.replay import try_replay
     from eagle_parity.diagnosis.study import study
     from eagle_parity.draft.checkpoint import open_draft
     from eagle_parity.dump import open_dump
 
     checkpoint = open_draft(draft)
-    if serving is None:
-        return declare_layers(sides.open_side(training, how), checkpoint, engine)
-    theirs = open_dump(serving)
-    ours = sides.open_side(training, how, theirs.facts.model)
+    theirs = None if serving is None else open_dump(serving)
+    ours = sides.open_side(training, how, None if theirs is None else theirs.facts.model)
+    with output.replaying() as step:
+        found, doubt = try_replay(checkpoint, ours, target, step=step)
+    if theirs is None:
+        return declare_layers(ours, checkpoint, engine, found, doubt)
+    known = trained_order(ours, found)
     with output.measuring(len(theirs.tokens.token_ids)) as step:
-        return compare_layers(study(ours, theirs, checkpoint.declared_ids, step=step), checkpoint)
+        case = study(ours, theirs, checkpoint.declared_ids, proven=known, step=step)
+        return compare_layers(case, checkpoint, found, doubt)
 
 
 def parse_engine(text: str | None) -> Engine | None:

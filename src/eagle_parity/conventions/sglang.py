@@ -189,3 +189,20 @@ def ids_for(
         if answer is not None and answer.boundaries == wanted and not answer.problems:
             return ids
     return None
+
+
+LATER = ("0.5.13", "0.5.14", "0.5.18", NEWEST)  # the versions from which on another rule holds, or the embedding works
+
+
+def upgrade_for(
+    boundaries: Sequence[int], *, architecture: str | None, version: str | None, num_layers: int | None
+) -> tuple[str, tuple[int, ...]] | None:
+    """The first later version that can capture these boundaries, and the ids to write for it; None when none can."""
+    if find_rule(architecture, version) is None or version is None:
+        return None
+    for later in LATER:
+        if parse_version(later) > parse_version(version):
+            ids = ids_for(boundaries, architecture=architecture, version=later, num_layers=num_layers)
+            if ids is not None:
+                return later, ids
+    return None

@@ -30,11 +30,21 @@ def declared_boundaries(training: Facts, serving: Facts, ids: tuple[int, ...] | 
     return None if answer is None else tuple(answer.boundaries)
 
 
-def expect(training: Facts, serving: Facts, ids: tuple[int, ...] | None = None) -> Expectation:
-    """The training dump's `slot_boundaries`; else the declared ids under the engine version's rule; else nothing.
+def expect(
+    training: Facts,
+    serving: Facts,
+    ids: tuple[int, ...] | None = None,
+    proven: tuple[tuple[Boundary, ...], str] | None = None,
+) -> Expectation:
+    """The `proven` order and who says so; else the training dump's `slot_boundaries`; else the declared ids under the
+    engine version's rule; else nothing.
 
-    `ids` are the draft checkpoint's, when one was given; otherwise those that the serving dump recorded.
+    `compare` gives `proven`, what replaying the draft shows, only where the training side declares nothing;
+    `which-layers` believes the draft first. `ids` are the draft checkpoint's, when one was given; otherwise those that
+    the serving dump recorded.
     """
+    if proven is not None:
+        return Expectation(*proven)
     if training.slot_boundaries is not None:
         return Expectation(training.slot_boundaries, "the training dump's slot_boundaries")
     if ids is None and serving.draft is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
 from eagle_parity.conventions import Served, served
 from eagle_parity.diagnosis.case import Case
+from eagle_parity.diagnosis.declarations import declarations
 from eagle_parity.diagnosis.diagnose import diagnose, verdict_of
+from eagle_parity.diagnosis.replay import Replay, accept, acceptance, ranking, refuted, summary
 from eagle_parity.diagnosis.rules.order import fix_ids
 from eagle_parity.draft.checkpoint import DraftCheckpoint
 from eagle_parity.records import Boundary, Capture, Engine, Finding, Layers, Report, Verdict
@@ -26,12 +29,27 @@ def declared(
     return served(ids, architecture=architecture, version=engine.version, num_layers=layers)
 
 
-def compare_layers(case: Case, draft: DraftCheckpoint) -> Report:
-    """With a serving dump: compare by content, and hold the config against what was really fed."""
+def heed(report: Report, case: Case, found: Replay | None, doubt: Finding | None) -> Report:
+    """Add to a comparison what the draft says of the order that is served, and judge anew."""
+    against = tuple(refuted(case, found))
+    kept = tuple(f for f in report.findings if not (against and f.code == "features-match-check-draft"))
+    findings = (*against, *kept, *_doubts(case.training, doubt))
+    return replace(report, findings=findings, verdict=verdict_of(case, report.rows, report.controls, findings))
+
+
+def compare_layers(
+    case: Case, draft: DraftCheckpoint, found: Replay | None = None, doubt: Finding | None = None
+) -> Report:
+    """With a serving dump: compare by content, and hold the config against what was really fed.
+
+    `found` is the replay of the draft on the training side, `doubt` why it proves nothing, which is a
+    finding only where nobody declares what the draft was trained on.
+    """
     engine = case.serving.facts.engine
     answer = declared(draft, engine, case.training, case.serving)
     report = diagnose(case, None if answer is None else tuple(answer.boundaries))
     findings = [*report.findings, *_config_findings(draft, answer, engine)]
+    findings += contradiction(case.training, found)
     fed = case.served
     if answer is not None and None not in fed and tuple(answer.boundaries) != fed:
         findings.append(
@@ -44,20 +62,84 @@ def compare_layers(case: Case, draft: DraftCheckpoint) -> Report:
                 evidence={"rule": answer.rule, "source": answer.source},
             )
         )
-    return replace(
-        report,
-        command="which-layers",
-        findings=tuple(findings),
-        verdict=verdict_of(case, report.rows, report.controls, findings),
+    layers = _answers(report.layers or Layers(), draft, case.training, case.serving, found, doubt)
+    if found is not None and found.ordering.ranking:
+        chances = accept(case, found, found.ordering.ranking[0].order)
+        layers = replace(layers, acceptance=None if chances is None else acceptance(chances))
+    report = replace(report, command="which-layers", layers=layers, findings=tuple(findings))
+    return heed(report, case, found, doubt)
+
+
+def trained_order(training: Capture, found: Replay | None) -> tuple[tuple[Boundary, ...], str] | None:
+    """What the draft was trained on and who says so: the proven order, else what the training side declares."""
+    if found is not None and found.order is not None:
+        return found.order, found.source
+    declared = training.facts.slot_boundaries
+    return None if declared is None else (declared, "the training dump's slot_boundaries")
+
+
+def contradiction(training: Capture, found: Replay | None) -> Iterator[Finding]:
+    """The training side declares another order than the draft proves."""
+    said = training.facts.slot_boundaries
+    if said is None or found is None or found.order is None or said == found.order:
+        return
+    yield Finding(
+        "concat-order" if Counter(said) == Counter(found.order) else "layer-set",
+        "warning",
+        f"{training.path} says that the slots are {list(said)}, the draft's weights say {list(found.order)} "
+        f"({found.ordering.z:.1f} standard errors)",
+        f"make the dump again with --slots {','.join(map(str, found.order))}, and look for who wrote {list(said)}",
+        evidence={"declared": said, "proven": found.order, "z": found.ordering.z},
     )
 
 
-def declare_layers(training: Capture, draft: DraftCheckpoint, engine: Engine | None) -> Report:
+def _doubts(training: Capture, doubt: Finding | None) -> Iterator[Finding]:
+    if doubt is not None and training.facts.slot_boundaries is None:
+        yield doubt
+
+
+def _answers(
+    layers: Layers,
+    draft: DraftCheckpoint,
+    training: Capture,
+    serving: Capture | None,
+    found: Replay | None,
+    doubt: Finding | None,
+) -> Layers:
+    """Put the replay and the conventions beside the answers that need neither."""
+    models = [side.facts.model for side in (serving, training) if side is not None]
+    architecture = next((m.architecture for m in models if m.architecture is not None), None)
+    count = next((m.num_layers for m in models if m.num_layers is not None), None)
+    layers = replace(layers, declarations=declarations(draft, architecture, count, layers.trained))
+    if found is None:
+        return replace(layers, replay=None if doubt is None else {"why": f"{doubt.message}; {doubt.fix}"})
+    return replace(
+        layers,
+        ranking=ranking(found.ordering),
+        replay=summary(found.ordering),
+        ambiguous=layers.ambiguous or found.ordering.ambiguous,
+    )
+
+
+def declare_layers(
+    training: Capture,
+    draft: DraftCheckpoint,
+    engine: Engine | None,
+    found: Replay | None = None,
+    doubt: Finding | None = None,
+) -> Report:
     """Without a serving dump: what the config would make an engine version capture, against the training order."""
-    trained = training.facts.slot_boundaries
+    known = trained_order(training, found)
+    trained = None if known is None else known[0]
     answer = declared(draft, engine, training, None)
-    findings = list(_config_findings(draft, answer, engine))
+    findings = [*contradiction(training, found), *_config_findings(draft, answer, engine), *_doubts(training, doubt)]
     verdict: Verdict = "inconclusive"
+    if trained is None and answer is not None and found is not None:
+        standing = found.proof.refutes(tuple(answer.boundaries))
+        if standing is not None:
+            verdict = "fail"
+            best = found.ordering.ranking[0].order
+            findings.append(_disagreement(best, answer, draft, engine, training, "does better on", standing.z))
     if trained is not None and answer is not None:
         verdict = "pass" if tuple(answer.boundaries) == trained and not answer.problems else "fail"
         if tuple(answer.boundaries) != trained:
@@ -71,17 +153,30 @@ def declare_layers(training: Capture, draft: DraftCheckpoint, engine: Engine | N
         controls=(),
         rows=(),
         findings=tuple(findings),
-        layers=Layers(
-            trained=trained,
-            stored=training.facts.boundaries,
-            declared=None if answer is None else tuple(answer.boundaries),
-            trained_from=None if trained is None else "the training dump's slot_boundaries",
+        layers=_answers(
+            Layers(
+                trained=trained,
+                stored=training.facts.boundaries,
+                declared=None if answer is None else tuple(answer.boundaries),
+                trained_from=None if known is None else known[1],
+            ),
+            draft,
+            training,
+            None,
+            found,
+            doubt,
         ),
     )
 
 
 def _disagreement(
-    trained: tuple[Boundary, ...], answer: Served, draft: DraftCheckpoint, engine: Engine | None, training: Capture
+    trained: tuple[Boundary, ...],
+    answer: Served,
+    draft: DraftCheckpoint,
+    engine: Engine | None,
+    training: Capture,
+    how: str = "was trained on",
+    z: float | None = None,
 ) -> Finding:
     model = training.facts.model
     version = engine.version if engine is not None else None
@@ -89,7 +184,7 @@ def _disagreement(
         "engine-version-rule",
         "error",
         f"the config's ids {_ids(draft)} make {_name(engine)} capture {list(answer.boundaries)} ({answer.rule}), the "
-        f"draft was trained on {list(trained)}",
+        f"draft {how} {list(trained)}" + (f" ({z:.1f} standard errors)" if z is not None else ""),
         fix_ids(trained, architecture=model.architecture, version=version, num_layers=model.num_layers),
         evidence={"rule": answer.rule, "source": answer.source},
     )

@@ -46,13 +46,14 @@ def study(
     declared_ids: tuple[int, ...] | None = None,
     *,
     floors: tuple[Capture, ...] = (),
+    proven: tuple[tuple[Boundary, ...], str] | None = None,
     step: Callable[[int], None] | None = None,
 ) -> Case:
     """Measure a serving capture against a training capture.
 
-    `declared_ids` are the draft checkpoint's, `floors` serving captures known to be healthy; `step` is called with
-    the number of rows done. Raises InputError for dumps of different models or the wrong way round, UsageError for
-    a floor that shares no row.
+    `declared_ids` are the draft checkpoint's, `floors` serving captures known to be healthy, `proven` the order to
+    expect before any declared one, and who says so; `step` is called with the number of rows done. Raises InputError
+    for dumps of different models or the wrong way round, UsageError for a floor that shares no row.
     """
     check_sides(training, serving)
     check_model(training, serving)
@@ -61,7 +62,7 @@ def study(
         serving.facts.model.num_layers or training.facts.model.num_layers or max(training.facts.boundaries, default=1)
     )
     alignment = align(training.tokens, serving.tokens)
-    expectation = expect(training.facts, serving.facts, declared_ids)
+    expectation = expect(training.facts, serving.facts, declared_ids, proven)
     views = matching.training_views(training)
     names = _tensor_names(training, serving)
     everything = np.arange(len(serving.tokens.token_ids), dtype=np.int64)

@@ -13,7 +13,7 @@ below 1e-19 in a channel counts as none, an absolute error below 1e-7 in relativ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,14 +47,6 @@ class RowSums:
     def cosine(self) -> torch.Tensor:
         """Cosine of the angle, clipped to [-1, 1]; 1 for two zero rows, 0 when only one is zero."""
         return angle(self.dot, self.serving_sq, self.training_sq)
-
-
-def joined(parts: Sequence[RowSums]) -> RowSums:
-    """The sums of consecutive blocks of rows in one."""
-    if not parts:
-        return RowSums(*[torch.empty(0, dtype=torch.float64)] * 4)
-    names = ("dot", "serving_sq", "training_sq", "difference_sq")
-    return RowSums(*(torch.cat([getattr(part, name) for part in parts], -1) for name in names))
 
 
 def root_ratio(a_sq: torch.Tensor, b_sq: torch.Tensor) -> torch.Tensor:

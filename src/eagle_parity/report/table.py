@@ -28,6 +28,10 @@ def print_table(report: Report, console: Console) -> None:
     _print_inputs(report, console)
     if report.layers is not None and report.command == "which-layers":
         console.print(_layers(report.layers))
+        if report.layers.ranking:
+            console.print(_ranking(report.layers))
+        if report.layers.acceptance is not None:
+            console.print(_acceptance(report.layers))
     if report.rows:
         console.print(_rows(report.rows, wide=console.width >= 120))
     for group in _same_fault(report.findings):
@@ -111,13 +115,56 @@ def _order(boundaries: Sequence[Boundary | None] | None) -> str:
 
 
 def _layers(layers: Layers) -> Table:
+    """The four answers, and what the config would mean elsewhere."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row(
-        "trained on", _order(layers.trained), f"from {layers.trained_from}; not proven by replaying the draft"
-    )
+    unproven = "" if layers.ranking and not layers.ambiguous else "; not proven by replaying the draft"
+    table.add_row("trained on", _order(layers.trained), f"{layers.trained_from or 'nobody says'}{unproven}")
+    table.add_row("stored", _numbers(layers.stored), "on the training side")
     table.add_row("served", _order(layers.served), "by content")
     table.add_row("declared", _order(layers.declared), "the draft's ids under this engine version's rule")
+    if layers.replay is not None and layers.replay.get("why"):
+        table.add_row("", "", Text(str(layers.replay["why"]), style="yellow"))
+    for entry in layers.declarations:
+        engine = f" {entry['versions']}" if entry["by"] in ("SGLang", "vLLM") else ""
+        by = (entry["by"] if len(entry["by"]) < 60 else f"{entry['by'][:57]}…") + engine
+        table.add_row("", _order(entry["boundaries"]), Text(f"as {by}: {entry['rule']}", style="dim"))
     return table
+
+
+def _numbers(boundaries: Sequence[Boundary] | None) -> str:
+    """`0..61, final.norm` where they are dense."""
+    numbers = [b for b in boundaries or () if isinstance(b, int)]
+    if len(numbers) > 3 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return ", ".join([f"{numbers[0]}..{numbers[-1]}", *(str(b) for b in boundaries or () if b not in numbers)])
+    return _order(boundaries)
+
+
+def _ranking(layers: Layers) -> Table:
+    """The best orderings by replay."""
+    loss = "kl" if "kl" in layers.ranking[0] else "cross_entropy"
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for name in ("replayed in this order", {"kl": "KL"}.get(loss, "cross-entropy"), "worse by", "z", "agreement"):
+        table.add_column(name, justify="left" if name.startswith("replayed") else "right")
+    for entry in layers.ranking[:5]:
+        first = entry["z"] == 0
+        table.add_row(
+            _order(entry["order"]),
+            f"{entry[loss]:.4f}",
+            "–" if first else f"{entry['excess']:.4f}",
+            "–" if first else f"{entry['z']:.1f}",
+            f"{entry['agreement']:.1%}",
+        )
+    return table
+
+
+def _acceptance(layers: Layers) -> Text:
+    chances = layers.acceptance or {}
+    right, fed = (chances[side]["accept_length"] for side in ("training", "serving"))
+    measured = "" if chances["measured"] is None else f"; {chances['measured']:.2f} measured"
+    return Text(
+        f"accept length  {right:.2f} forecast on the states that it was trained on, {fed:.2f} on what the server feeds"
+        f"{measured}"
+    )
 
 
 def _rows(rows: Sequence[Row], *, wide: bool) -> Table:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from eagle_parity.conventions import ids_for
+from eagle_parity.conventions.sglang import upgrade_for
 from eagle_parity.diagnosis.case import Case, TensorCase
 from eagle_parity.diagnosis.rules.content import explained
 from eagle_parity.diagnosis.rules.layout import late_sums
@@ -144,6 +145,12 @@ def fix_ids(
     ids = None
     if only_numbers:
         ids = ids_for(numbers, architecture=architecture, version=version, num_layers=num_layers)
+    later = upgrade_for(numbers, architecture=architecture, version=version, num_layers=num_layers)
+    if ids is None and only_numbers and later is not None:
+        return (
+            f"SGLang {version} cannot capture {list(wanted)}: upgrade to {later[0]}, and write "
+            f'"eagle_config": {{"eagle_aux_hidden_state_layer_ids": {list(later[1])}}}'
+        )
     if ids is None:
         return (
             f"no id list is known that makes {architecture or 'this model'} on SGLang {version} capture "
