@@ -19,8 +19,8 @@ def one_thread() -> Iterator[None]:
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    # glibc hands freed memory back to the kernel above twice the largest block that it ever got back, and pages anew for
-    # every block of rows take a sixth of the time of a small comparison.
+    # glibc hands freed memory back to the kernel above twice the largest block that it ever got back; getting the pages
+    # again for every block of rows takes a sixth of the time of a small comparison.
     torch.empty(KEPT, dtype=torch.uint8)
     try:
         yield
