@@ -146,3 +146,12 @@ def test_half_of_the_channels_is_no_norm(net: Net, compare: Compare) -> None:
     code, report = compare(training_spec(net), spec)
     assert code == 1
     assert "draft-norm" not in codes(report)
+
+
+def test_missing_neighbours_are_said(net: Net, compare: Compare) -> None:
+    """With three boundaries stored, a one-layer shift in a slow model could pass: the report says so."""
+    code, report = compare(training_spec(net, boundaries=[2, 3, 5]), serving_spec(net))
+    assert code == 0
+    assert any("boundaries next to those of slot 0, 1, 2" in text for text in report["coverage"]["not_seen"])
+    code, report = compare(training_spec(net), serving_spec(net))
+    assert not any("boundaries next to" in text for text in report["coverage"]["not_seen"])

@@ -10,6 +10,7 @@ from eagle_parity.diagnosis.case import Case, TensorCase
 from eagle_parity.diagnosis.judgement import LONG, MIN_ROWS
 from eagle_parity.diagnosis.rules import RULES
 from eagle_parity.metrics.distribution import summarise
+from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import (
     Boundary,
     Capture,
@@ -24,6 +25,7 @@ from eagle_parity.records import (
 )
 
 
+@one_thread()
 def diagnose(case: Case, declared: tuple[Boundary, ...] | None = None) -> Report:
     """Apply every rule to a case. `declared`: what the draft's ids mean for this engine version, if known."""
     findings = _findings(case)
@@ -162,6 +164,14 @@ def _coverage(case: Case) -> Coverage:
     warm = None if cached == {None} or not cached else any(cached - {None, 0})
     if not warm:
         missing.append("warm prefix cache")
+    lonely = [
+        slot.slot for slot in case.slots if isinstance(slot.expected, int) and not _neighbours(case, slot.expected)
+    ]
+    if lonely:
+        missing.append(
+            f"the boundaries next to those of slot {', '.join(map(str, lonely))}: where layers change little, a "
+            "shift by one could look right (dump training --boundaries all)"
+        )
     if case.alignment.unaligned:
         missing.append(
             f"{case.alignment.unaligned} serving rows that training does not hold (dump training --tokens-from SERVING "
@@ -176,6 +186,12 @@ def _coverage(case: Case) -> Coverage:
         ranks=case.serving.ranks,
         not_seen=tuple(missing),
     )
+
+
+def _neighbours(case: Case, boundary: int) -> bool:
+    """Whether the training side stores the boundaries before and after one."""
+    last = case.num_layers if case.num_layers is not None else boundary
+    return all(k in case.boundaries for k in (boundary - 1, boundary + 1) if 0 <= k <= last)
 
 
 def _input(capture: Capture) -> Mapping[str, Any]:

@@ -72,6 +72,8 @@ class Dump:
     def read(self, rank: int, name: str, begin: int, end: int) -> torch.Tensor:
         """Stored rows [begin, end) of a tensor, [end - begin, W], in its own dtype."""
         parts = self._tensors[rank][name].parts
+        if begin >= end:
+            return parts[0].file.read(name, 0, 0)
         blocks = [
             part.file.read(name, max(begin, part.begin) - part.begin, min(end, part.end) - part.begin)
             for part in parts

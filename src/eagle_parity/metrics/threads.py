@@ -14,8 +14,8 @@ KEPT = 16 * 2**20
 def one_thread() -> Iterator[None]:
     """Torch on one thread, as a `with` block or a decorator.
 
-    A block of rows is summed in microseconds. Sharing it costs more than it brings: four times the time on two idle
-    cores that other work competes for, up to a hundred times on busy ones.
+    A block of rows is summed in microseconds. Two idle cores do it hardly faster than one; where other work runs on
+    them, waiting for the second thread takes many times as long as the sum.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -45,18 +46,8 @@ def token_notes(case: Case) -> Iterator[Finding]:
 
 def non_finite(case: Case) -> Iterator[Finding]:
     """NaN or infinite values, on any rank."""
-    rows = np.arange(len(case.serving.tokens.token_ids), dtype=np.int64)
     for tensor in case.tensors:
-        places = []
-        for view in tensor.ranks.views:
-            held = rows[view.holds(rows)]
-            for block in blocks(len(held), view.width):
-                values = view.read(held[block])
-                bad = (~torch.isfinite(values.float())).nonzero()
-                if len(bad):
-                    row, column = bad[0].tolist()
-                    places.append({"rank": view.rank, "row": int(held[block][row]), "channel": column})
-                    break
+        places = [asdict(place) for place in tensor.ranks.non_finite]
         if places:
             first = places[0]
             yield Finding(
