@@ -78,7 +78,7 @@ PROMPTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("confusion", "forecast"))
+    parser.add_argument("what", nargs="?", default="confusion", choices=("confusion", "forecast"))
     parser.add_argument("--fixtures", type=Path, default=ROOT / "fixtures" / "trained")
     parser.add_argument("--topk", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--new-tokens", type=int, default=64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from eagle_parity.draft.forward import Draft
@@ -143,8 +142,3 @@ def _distribution(
     for begin, block in draft.head.blocks(draft.device):
         means += shares[:, begin : begin + len(block)] @ block.float()
     return means, entropy, best
-
-
-def greedy_tokens(teacher: Teacher) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """The right answers of every lesson, for rows 0..T-2."""
-    return [lesson.wanted.cpu().numpy() for lesson in teacher.lessons]

@@ -1,6 +1,6 @@
 """The dump format on disk: `open_dump` and `DumpWriter`."""
 
-from eagle_parity.dump.opened import Dump, is_dump, open_dump
+from eagle_parity.dump.opened import Dump, open_dump
 from eagle_parity.dump.writer import DEFAULT_CAP, DumpWriter, check_size, check_target, human, planned_bytes
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "check_size",
     "check_target",
     "human",
-    "is_dump",
     "open_dump",
     "planned_bytes",
 ]

@@ -82,11 +82,6 @@ class Dump:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-def is_dump(path: Path) -> bool:
-    """Whether a path looks like a dump, finished or not."""
-    return (path / manifest.NAME).exists() or (path / "tokens.safetensors").exists()
-
-
 def open_dump(path: Path | str) -> Dump:
     """Open a dump directory.
 
