@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from eagle_parity.captures import recording, sglang
 from eagle_parity.captures import server as module
-from eagle_parity.captures import sglang
 from eagle_parity.captures.forwards import accepted_rows, tree_parents
 from eagle_parity.captures.prompts import Prompt
+from eagle_parity.captures.recording import Recording
 from eagle_parity.captures.server import (
     HttpTransport,
     MemoryTransport,
@@ -33,7 +34,7 @@ from eagle_parity.captures.server import (
     launched,
     listen_address,
 )
-from eagle_parity.captures.sglang import Recording, Site, capture, check, estimate
+from eagle_parity.captures.sglang import Site, capture, check, estimate
 from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, SpoolWriter, is_end, write_hello
 from eagle_parity.cli.main import main
 from eagle_parity.dump import DumpWriter, open_dump
@@ -423,7 +424,7 @@ PROMPT = Prompt("first", token_ids=(10, 11, 12, 13, 14))
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "_HELLO_SECONDS", 0.2)
-    monkeypatch.setattr(sglang, "_RECORD_SECONDS", 0.5)
+    monkeypatch.setattr(recording, "_RECORD_SECONDS", 0.5)
 
 
 class TestCheck:

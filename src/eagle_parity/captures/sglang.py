@@ -1,42 +1,35 @@
-"""The serving capture: probes sent through a live SGLang server, and what its ranks captured put together.
+"""The serving capture: probes sent through a live SGLang server.
 
-`check` asks the server and the plugin's hellos what there is, `capture` sends the probes and gives a Stream. Nothing of
-the server is changed; a probe has its own name space in the prefix cache, so that no cached prefix hides its rows.
+`check` asks the server and the plugin's hellos what there is, `capture` sends the probes and gives a Recording. Nothing
+of the server is changed; a probe has its own name space in the prefix cache, so that no cached prefix hides its rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eagle_parity.captures.forwards import Answer, Forward, Probe
+from eagle_parity.captures.forwards import Answer, Probe
 from eagle_parity.captures.prompts import Prompt
+from eagle_parity.captures.recording import DEFAULT_SLOTS, Recording, collect, names, record
 from eagle_parity.captures.server import Server
 from eagle_parity.captures.spool import (
     CAPTURE_DIR,
-    END,
     Hello,
-    Record,
     Spool,
     end_id,
     new_dump_key,
     probe_id,
-    probe_number,
     read_hellos,
 )
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
-from eagle_parity.records import Draft, Engine, Facts, Model, Plan, Sample, Source, Stream, TensorSpec, slot_name
-
-if TYPE_CHECKING:
-    import torch
+from eagle_parity.records import Draft, Engine, Facts, Model, Plan, Source, TensorSpec, slot_name
 
 DEFAULT_NEW_TOKENS = 8
-DEFAULT_SLOTS = 3  # what SGLang captures where a draft declares nothing
 _HELLO_SECONDS = 10.0  # a shared file system may be late
-_RECORD_SECONDS = 60.0  # after the last answer
 _POLL_SECONDS = 0.05
 
 # Server arguments that decide what a captured state is (facts/sglang-internals.md, section 5).
@@ -104,35 +97,6 @@ class Site:
         return Engine("sglang", str(self.info["version"]), flags=flags, **sizes)
 
 
-@dataclass
-class Notes:
-    """What was seen while the samples were read; complete when the last sample is out."""
-
-    compared: int = 0
-    """Rows of which it is known what the target gave and what the draft was given."""
-    unequal: int = 0
-    """Those where the two differ."""
-    shifted: list[str] = field(default_factory=list)
-    """Prompts whose tokens the draft was not given shifted by one."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A capture: its stream, what it measured, one sentence for each thing to know, and how to tidy up."""
-
-    stream: Stream
-    notes: Notes
-    messages: tuple[str, ...]
-    accept_length: float | None
-    phases: Mapping[str, int]
-    discard: Callable[[], None]
-
-    def facts(self) -> Facts:
-        """The final facts, to be asked for when the stream is exhausted: they say what the slots are."""
-        facts = self.stream.plan.facts
-        return replace(facts, source=replace(facts.source, detail=_detail(self.notes)))
-
-
 # ----------------------------------------------------------------------------------------------------- before
 
 
@@ -174,7 +138,7 @@ def check(server: Server, capture_dir: Path, *, started_here: bool = False) -> S
     absent = sorted(expected - set(ranks))
     if absent:
         raise EnvironmentFailure(
-            f"the capture plugin runs on {_names(sorted(ranks))} and not on {_names(absent)} of {len(expected)}",
+            f"the capture plugin runs on {names(sorted(ranks))} and not on {names(absent)} of {len(expected)}",
             fix=f"install eagle-parity and set {CAPTURE_DIR} on every host of the server, to one shared directory",
         )
     return Site(server, info, capture_dir, {rank: ranks[rank] for rank in sorted(expected)})
@@ -265,12 +229,12 @@ def capture(
             answers.append(_ask(site, prompt, probe_id(key, number), max_new_tokens, warm_cache))
         _ask(site, Prompt("(the last one)", token_ids=(_some_token(prompts),)), end_id(key), 1, warm_cache)
         progress(len(prompts), "collecting")
-        records = _collect(site, spool, key)
+        records = collect(site, spool, key)
         probes = [
             Probe.make(prompt, answer, {rank: records[rank].get(number, []) for rank in records})
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
-        return _recording(site, probes, spool)
+        return record(site, probes, spool)
     except BaseException:
         spool.discard()
         raise
@@ -328,221 +292,11 @@ def _ids(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) and all(type(i) is int for i in value) else None
 
 
-def _collect(site: Site, spool: Spool, key: str) -> dict[int, dict[int, list[Record]]]:
-    """rank -> probe number -> records in order, once every rank has written the end of the dump."""
-    found: dict[int, dict[int, list[Record]]] = {rank: {} for rank in site.hellos}
-
-    def poll() -> list[int]:
-        """Take what has come; the ranks that are not at their end."""
-        for record in spool.poll():
-            number = probe_number(record.header.probe, key)
-            if number is not None and record.header.rank in found:
-                found[record.header.rank].setdefault(number, []).append(record)
-        return [rank for rank, probes in found.items() if END not in probes]
-
-    deadline = time.monotonic() + min(_RECORD_SECONDS, site.server.timeout)
-    while silent := poll():
-        if time.monotonic() > deadline:
-            raise _missing(site, found, silent)
-        time.sleep(_POLL_SECONDS)
-    poll()  # a listing may show a file and miss an older one that was made while it was read
-    _check_lost(found)
-    for probes in found.values():
-        for records in probes.values():
-            records.sort(key=lambda record: record.header.order)
-    return found
-
-
-def _missing(site: Site, found: Mapping[int, Mapping[int, object]], silent: Sequence[int]) -> EnvironmentFailure:
-    wrote = [rank for rank in found if found[rank]]
-    hosts = ", ".join(f"rank {rank}: process {site.hellos[rank].pid} on {site.hellos[rank].host}" for rank in silent)
-    if not wrote:
-        what = f"no rank wrote a record into {site.capture_dir}, although the server answered"
-        fix = "check that this is the capture directory of the server that runs now, and see the server's log"
-    else:
-        what = f"{_names(silent)} did not finish writing into {site.capture_dir} ({_names(wrote)} wrote something)"
-        fix = "check that this rank is alive, that its disk is not full and that all hosts share the directory"
-    return EnvironmentFailure(f"{what}; waited for {hosts}", fix=fix)
-
-
-def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
-    lost = [
-        record.header
-        for probes in found.values()
-        for records in probes.values()
-        for record in records
-        if record.header.kind == "lost"
-    ]
-    if not lost:
-        return
-    ranks = sorted({header.rank for header in lost})
-    raise EnvironmentFailure(
-        f"the capture is incomplete: {_names(ranks)} lost {len(lost)} records; the first: {lost[0].reason}",
-        fix="send fewer or shorter prompts (--limit), or make room in the capture directory",
-    )
-
-
-# ----------------------------------------------------------------------------------------------------- stream
-
-
-def _recording(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
-    ordered = sorted(
-        ((probe, forward) for probe in probes for forward in probe.forwards),
-        key=lambda item: item[1].phase != "prefill",
-    )
-    specs = {rank: _specs(site, [forward.given[rank] for _, forward in ordered]) for rank in site.hellos}
-    slots = max(len(own) for own in specs.values())
-    lengths = [probe.answer.meta for probe in probes]
-    accept_length = _accept_length(lengths)
-    draft = site.draft
-    facts = Facts(
-        side="serving",
-        source=Source("sglang", str(site.info["version"])),
-        model=site.model,
-        engine=site.engine,
-        draft=None
-        if draft is None
-        else Draft(draft.name, draft.declared_ids, num_slots=slots, spec_accept_length=accept_length),
-        slots=slots,
-    )
-    tokens = sum(len(forward.token_ids) for _, forward in ordered)
-    phases: dict[str, int] = {}
-    for _, forward in ordered:
-        phases[forward.phase] = phases.get(forward.phase, 0) + len(forward.token_ids)
-    columns = ("parents", "accepted") if "verify" in phases else ()
-    notes = Notes()
-    plan = Plan(facts, tokens, specs, columns=columns)
-    stream = Stream(plan, _samples(ordered, specs, notes))
-    return Recording(stream, notes, _messages(site, probes, phases), accept_length, phases, spool.discard)
-
-
-def _specs(site: Site, records: Sequence[Record]) -> list[TensorSpec]:
-    shapes = {(record.width, record.dtype) for record in records}
-    rank = records[0].header.rank
-    if len(shapes) != 1:
-        raise EnvironmentFailure(
-            f"rank {rank} gave hidden states of more than one shape: "
-            + ", ".join(f"{width} wide {dtype}" for width, dtype in sorted(shapes)),
-            fix="capture prefill and the rest apart; report it with the server's arguments",
-        )
-    width, dtype = shapes.pop()
-    hidden = site.model.hidden_size
-    draft = site.draft
-    declared = len(draft.declared_ids) if draft and draft.declared_ids else DEFAULT_SLOTS
-    # Normally the slots are hidden-wide. Where they are not, they are shards, and only their number can be known.
-    slots = width // hidden if hidden and width % hidden == 0 else declared
-    if width % slots:
-        raise EnvironmentFailure(
-            f"rank {rank}: the draft is given {width} values a token, which are neither slots of {hidden} nor {slots} "
-            "slots of one width",
-            fix="check the draft's config: num_aux_hidden_states and eagle_aux_hidden_state_layer_ids",
-        )
-    return [TensorSpec(slot_name(j), width // slots, dtype) for j in range(slots)]
-
-
-def _samples(
-    ordered: Sequence[tuple[Probe, Forward]], specs: Mapping[int, Sequence[TensorSpec]], notes: Notes
-) -> Iterator[Sample]:
-    for probe, forward in ordered:
-        header = forward.header
-        yield Sample(
-            probe.prompt.id,
-            forward.token_ids,
-            forward.positions,
-            {rank: _slots(probe, forward, rank, own, notes) for rank, own in specs.items()},
-            phase=forward.phase,
-            batch=header.batch,
-            graph=header.graph,
-            forward_tokens=header.forward_tokens,
-            cached_tokens=probe.cached if forward.phase == "prefill" else None,
-            parents=forward.parents,
-            accepted=forward.accepted,
-        )
-
-
-def _slots(
-    probe: Probe, forward: Forward, rank: int, specs: Sequence[TensorSpec], notes: Notes
-) -> dict[str, torch.Tensor]:
-    """The slots of one rank: what the draft was given, on the rows where that was seen, else what the target gave."""
-    import torch
-
-    given = forward.given[rank].hidden()
-    received = forward.received.get(rank)
-    if received is not None:
-        rows = forward.path
-        ours, theirs = given[rows], received.hidden()[: len(rows)]
-        notes.compared += len(rows)
-        if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
-            notes.unequal += int((ours.view(torch.uint8) != theirs.view(torch.uint8)).any(dim=1).sum())
-            given[rows] = theirs
-        else:
-            notes.unequal += len(rows)
-        _check_shift(probe, forward, received, notes)
-    width = specs[0].width
-    return {spec.name: given[:, j * width : (j + 1) * width] for j, spec in enumerate(specs)}
-
-
-def _check_shift(probe: Probe, forward: Forward, received: Record, notes: Notes) -> None:
-    """EAGLE pairs the state at t with the embedding of token t + 1; see that the draft was given those tokens."""
-    if forward.phase == "prefill" and received.integers("token_ids")[: len(forward.token_ids) - 1] != list(
-        forward.token_ids[1:]
-    ):
-        notes.shifted.append(probe.prompt.id)
-
-
-def _detail(notes: Notes) -> str:
-    if not notes.compared:
-        return "slots are what the target gave; what the draft was given was not seen"
-    if not notes.unequal:
-        return (
-            "slots are what the draft was given, bitwise what the target gave in all "
-            f"{notes.compared} rows compared, over all ranks"
-        )
-    return (
-        "slots are what the draft was given, which is not what the target gave in "
-        f"{notes.unequal} of {notes.compared} rows compared, over all ranks"
-    )
-
-
-def _messages(site: Site, probes: Sequence[Probe], phases: Mapping[str, int]) -> tuple[str, ...]:
-    messages = []
-    warm = [probe for probe in probes if probe.cached]
-    if warm:
-        cached = sum(probe.cached for probe in warm)
-        messages.append(
-            f"warning: {cached} tokens of {len(warm)} prompts came from the server's prefix cache and have no rows "
-            f"(the first: {warm[0].prompt.id}, {warm[0].cached} tokens); without --warm-cache they would"
-        )
-    if "verify" not in phases:
-        messages.append("warning: no verify rows: every prompt ended with its first token")
-    for gap in {gap for hello in site.hellos.values() for gap in hello.gaps}:
-        messages.append(f"warning: this SGLang gives {gap}")
-    retracted = [probe.prompt.id for probe in probes if probe.answer.meta.get("num_retractions")]
-    if retracted:
-        messages.append(f"note: the server was short of memory and computed {', '.join(retracted)} more than once")
-    return tuple(messages)
-
-
-def _accept_length(metas: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens a verify over all probes, from the server's own count for each."""
-    total, verifies = 0.0, 0
-    for meta in metas:
-        length, count = meta.get("spec_accept_length"), meta.get("spec_verify_ct")
-        if isinstance(length, int | float) and isinstance(count, int) and count > 0:
-            total += length * count
-            verifies += count
-    return total / verifies if verifies else None
-
-
 def _flag(key: str, value: Any) -> Any:
     """A flag as a manifest keeps it: of the graph config only what runs which phase, without the bucket sizes."""
     if key == "cuda_graph_config" and isinstance(value, dict):
         return {phase: part.get("backend") for phase, part in value.items() if isinstance(part, dict)}
     return value
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
 
 
 def _base(path: Any) -> str | None:

@@ -16,8 +16,8 @@ from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 
 if TYPE_CHECKING:
     from eagle_parity.captures.prompts import Prompt
+    from eagle_parity.captures.recording import Recording
     from eagle_parity.captures.server import Server
-    from eagle_parity.captures.sglang import Recording
 
 CAPTURE_DIR = "EAGLE_PARITY_CAPTURE_DIR"
 

@@ -1,0 +1,266 @@
+"""What the ranks of a server recorded of one dump's probes: collected from the spool, and given as a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from eagle_parity.captures.forwards import Forward, Probe
+from eagle_parity.captures.spool import END, Record, Spool, probe_number
+from eagle_parity.errors import EnvironmentFailure
+from eagle_parity.records import Draft, Facts, Plan, Sample, Source, Stream, TensorSpec, slot_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from eagle_parity.captures.sglang import Site
+
+DEFAULT_SLOTS = 3  # what SGLang captures where a draft declares nothing
+_RECORD_SECONDS = 60.0  # after the last answer
+_POLL_SECONDS = 0.05
+
+
+@dataclass
+class Notes:
+    """What was seen while the samples were read; complete when the last sample is out."""
+
+    compared: int = 0
+    """Rows of which it is known what the target gave and what the draft was given."""
+    unequal: int = 0
+    """Those where the two differ."""
+    shifted: list[str] = field(default_factory=list)
+    """Prompts whose tokens the draft was not given shifted by one."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A capture: its stream, what it measured, one sentence for each thing to know, and how to tidy up."""
+
+    stream: Stream
+    notes: Notes
+    messages: tuple[str, ...]
+    accept_length: float | None
+    phases: Mapping[str, int]
+    discard: Callable[[], None]
+
+    def facts(self) -> Facts:
+        """The final facts, to be asked for when the stream is exhausted: they say what the slots are."""
+        facts = self.stream.plan.facts
+        return replace(facts, source=replace(facts.source, detail=_detail(self.notes)))
+
+
+# ------------------------------------------------------------------------------------------------- collecting
+
+
+def collect(site: Site, spool: Spool, key: str) -> dict[int, dict[int, list[Record]]]:
+    """rank -> probe number -> records in order, once every rank has written the end of the dump."""
+    found: dict[int, dict[int, list[Record]]] = {rank: {} for rank in site.hellos}
+
+    def poll() -> list[int]:
+        """Take what has come; the ranks that are not at their end."""
+        for record in spool.poll():
+            number = probe_number(record.header.probe, key)
+            if number is not None and record.header.rank in found:
+                found[record.header.rank].setdefault(number, []).append(record)
+        return [rank for rank, probes in found.items() if END not in probes]
+
+    deadline = time.monotonic() + min(_RECORD_SECONDS, site.server.timeout)
+    while silent := poll():
+        if time.monotonic() > deadline:
+            raise _missing(site, found, silent)
+        time.sleep(_POLL_SECONDS)
+    poll()  # a listing may show a file and miss an older one that was made while it was read
+    _check_lost(found)
+    for probes in found.values():
+        for records in probes.values():
+            records.sort(key=lambda record: record.header.order)
+    return found
+
+
+def _missing(site: Site, found: Mapping[int, Mapping[int, object]], silent: Sequence[int]) -> EnvironmentFailure:
+    wrote = [rank for rank in found if found[rank]]
+    hosts = ", ".join(f"rank {rank}: process {site.hellos[rank].pid} on {site.hellos[rank].host}" for rank in silent)
+    if not wrote:
+        what = f"no rank wrote a record into {site.capture_dir}, although the server answered"
+        fix = "check that this is the capture directory of the server that runs now, and see the server's log"
+    else:
+        what = f"{names(silent)} did not finish writing into {site.capture_dir} ({names(wrote)} wrote something)"
+        fix = "check that this rank is alive, that its disk is not full and that all hosts share the directory"
+    return EnvironmentFailure(f"{what}; waited for {hosts}", fix=fix)
+
+
+def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
+    lost = [
+        record.header
+        for probes in found.values()
+        for records in probes.values()
+        for record in records
+        if record.header.kind == "lost"
+    ]
+    if not lost:
+        return
+    ranks = sorted({header.rank for header in lost})
+    raise EnvironmentFailure(
+        f"the capture is incomplete: {names(ranks)} lost {len(lost)} records; the first: {lost[0].reason}",
+        fix="send fewer or shorter prompts (--limit), or make room in the capture directory",
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- stream
+
+
+def record(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
+    """The probes as a stream, prefill first. Raises EnvironmentFailure for shapes that are not slots of one width."""
+    ordered = sorted(
+        ((probe, forward) for probe in probes for forward in probe.forwards),
+        key=lambda item: item[1].phase != "prefill",
+    )
+    specs = {rank: _specs(site, [forward.given[rank] for _, forward in ordered]) for rank in site.hellos}
+    slots = max(len(own) for own in specs.values())
+    lengths = [probe.answer.meta for probe in probes]
+    accept_length = _accept_length(lengths)
+    draft = site.draft
+    facts = Facts(
+        side="serving",
+        source=Source("sglang", str(site.info["version"])),
+        model=site.model,
+        engine=site.engine,
+        draft=None
+        if draft is None
+        else Draft(draft.name, draft.declared_ids, num_slots=slots, spec_accept_length=accept_length),
+        slots=slots,
+    )
+    tokens = sum(len(forward.token_ids) for _, forward in ordered)
+    phases: dict[str, int] = {}
+    for _, forward in ordered:
+        phases[forward.phase] = phases.get(forward.phase, 0) + len(forward.token_ids)
+    columns = ("parents", "accepted") if "verify" in phases else ()
+    notes = Notes()
+    plan = Plan(facts, tokens, specs, columns=columns)
+    stream = Stream(plan, _samples(ordered, specs, notes))
+    return Recording(stream, notes, _messages(site, probes, phases), accept_length, phases, spool.discard)
+
+
+def _specs(site: Site, records: Sequence[Record]) -> list[TensorSpec]:
+    shapes = {(record.width, record.dtype) for record in records}
+    rank = records[0].header.rank
+    if len(shapes) != 1:
+        raise EnvironmentFailure(
+            f"rank {rank} gave hidden states of more than one shape: "
+            + ", ".join(f"{width} wide {dtype}" for width, dtype in sorted(shapes)),
+            fix="capture prefill and the rest apart; report it with the server's arguments",
+        )
+    width, dtype = shapes.pop()
+    hidden = site.model.hidden_size
+    draft = site.draft
+    declared = len(draft.declared_ids) if draft and draft.declared_ids else DEFAULT_SLOTS
+    # Normally the slots are hidden-wide. Where they are not, they are shards, and only their number can be known.
+    slots = width // hidden if hidden and width % hidden == 0 else declared
+    if width % slots:
+        raise EnvironmentFailure(
+            f"rank {rank}: the draft is given {width} values a token, which are neither slots of {hidden} nor {slots} "
+            "slots of one width",
+            fix="check the draft's config: num_aux_hidden_states and eagle_aux_hidden_state_layer_ids",
+        )
+    return [TensorSpec(slot_name(j), width // slots, dtype) for j in range(slots)]
+
+
+def _samples(
+    ordered: Sequence[tuple[Probe, Forward]], specs: Mapping[int, Sequence[TensorSpec]], notes: Notes
+) -> Iterator[Sample]:
+    for probe, forward in ordered:
+        header = forward.header
+        yield Sample(
+            probe.prompt.id,
+            forward.token_ids,
+            forward.positions,
+            {rank: _slots(probe, forward, rank, own, notes) for rank, own in specs.items()},
+            phase=forward.phase,
+            batch=header.batch,
+            graph=header.graph,
+            forward_tokens=header.forward_tokens,
+            cached_tokens=probe.cached if forward.phase == "prefill" else None,
+            parents=forward.parents,
+            accepted=forward.accepted,
+        )
+
+
+def _slots(
+    probe: Probe, forward: Forward, rank: int, specs: Sequence[TensorSpec], notes: Notes
+) -> dict[str, torch.Tensor]:
+    """The slots of one rank: what the draft was given, on the rows where that was seen, else what the target gave."""
+    import torch
+
+    given = forward.given[rank].hidden()
+    received = forward.received.get(rank)
+    if received is not None:
+        rows = forward.path
+        ours, theirs = given[rows], received.hidden()[: len(rows)]
+        notes.compared += len(rows)
+        if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+            notes.unequal += int((ours.view(torch.uint8) != theirs.view(torch.uint8)).any(dim=1).sum())
+            given[rows] = theirs
+        else:
+            notes.unequal += len(rows)
+        _check_shift(probe, forward, received, notes)
+    width = specs[0].width
+    return {spec.name: given[:, j * width : (j + 1) * width] for j, spec in enumerate(specs)}
+
+
+def _check_shift(probe: Probe, forward: Forward, received: Record, notes: Notes) -> None:
+    """EAGLE pairs the state at t with the embedding of token t + 1; see that the draft was given those tokens."""
+    if forward.phase == "prefill" and received.integers("token_ids")[: len(forward.token_ids) - 1] != list(
+        forward.token_ids[1:]
+    ):
+        notes.shifted.append(probe.prompt.id)
+
+
+def _detail(notes: Notes) -> str:
+    if not notes.compared:
+        return "slots are what the target gave; what the draft was given was not seen"
+    if not notes.unequal:
+        return (
+            "slots are what the draft was given, bitwise what the target gave in all "
+            f"{notes.compared} rows compared, over all ranks"
+        )
+    return (
+        "slots are what the draft was given, which is not what the target gave in "
+        f"{notes.unequal} of {notes.compared} rows compared, over all ranks"
+    )
+
+
+def _messages(site: Site, probes: Sequence[Probe], phases: Mapping[str, int]) -> tuple[str, ...]:
+    messages = []
+    warm = [probe for probe in probes if probe.cached]
+    if warm:
+        cached = sum(probe.cached for probe in warm)
+        messages.append(
+            f"warning: {cached} tokens of {len(warm)} prompts came from the server's prefix cache and have no rows "
+            f"(the first: {warm[0].prompt.id}, {warm[0].cached} tokens); without --warm-cache they would"
+        )
+    if "verify" not in phases:
+        messages.append("warning: no verify rows: every prompt ended with its first token")
+    for gap in {gap for hello in site.hellos.values() for gap in hello.gaps}:
+        messages.append(f"warning: this SGLang gives {gap}")
+    retracted = [probe.prompt.id for probe in probes if probe.answer.meta.get("num_retractions")]
+    if retracted:
+        messages.append(f"note: the server was short of memory and computed {', '.join(retracted)} more than once")
+    return tuple(messages)
+
+
+def _accept_length(metas: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens a verify over all probes, from the server's own count for each."""
+    total, verifies = 0.0, 0
+    for meta in metas:
+        length, count = meta.get("spec_accept_length"), meta.get("spec_verify_ct")
+        if isinstance(length, int | float) and isinstance(count, int) and count > 0:
+            total += length * count
+            verifies += count
+    return total / verifies if verifies else None
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Ranks as a sentence has them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
