@@ -95,24 +95,24 @@ class TestForward:
         assert record.header == Header(
             PROBE, "target", "prefill", batch=3, forward_tokens=9, graph=False, process="aaaa", order=1, rank=0
         )
-        assert torch.equal(record.hidden(), answer.logits_output.hidden_states[3:7])
+        assert torch.equal(record.read(), answer.logits_output.hidden_states[3:7])
         assert record.integers("token_ids") == [103, 104, 105, 106]
         assert record.integers("positions") == [3, 4, 5, 6]
 
     def test_two_probes_of_one_batch(self, rig: Rig) -> None:
         rig.plugin.after_forward(result(5), runner(), batch([PROBE, probe_id(KEY, 1)], [2, 3]))
-        assert [(r.header.probe, r.rows) for r in rig.records()] == [(PROBE, 2), (probe_id(KEY, 1), 3)]
+        assert [(r.header.probe, r.tokens) for r in rig.records()] == [(PROBE, 2), (probe_id(KEY, 1), 3)]
 
     def test_rows_are_copied_before_the_next_replay_overwrites_them(self, rig: Rig) -> None:
         answer = result(2)
         before = answer.logits_output.hidden_states.clone()
         rig.plugin.after_forward(answer, runner(), batch([PROBE], [2]))
         answer.logits_output.hidden_states.zero_()
-        assert torch.equal(rig.records()[0].hidden(), before)
+        assert torch.equal(rig.records()[0].read(), before)
 
     def test_padded_rows_are_left_out(self, rig: Rig) -> None:
         rig.plugin.after_forward(result(16), runner(), batch([PROBE], [5]))
-        assert rig.records()[0].rows == 5
+        assert rig.records()[0].tokens == 5
 
     def test_verify_rows_with_their_tree_and_graph_flag(self, rig: Rig) -> None:
         verify = batch(["alice", PROBE], [3, 3], "TARGET_VERIFY")
@@ -123,7 +123,7 @@ class TestForward:
         )
         rig.plugin.after_forward(result(6, graph=True), runner(), verify)
         (record,) = rig.records()
-        assert (record.header.phase, record.header.graph, record.rows) == ("verify", True, 3)
+        assert (record.header.phase, record.header.graph, record.tokens) == ("verify", True, 3)
         assert record.integers("child") == [1, -1, -1]
         assert record.integers("sibling") == [-1, 2, -1]
 
@@ -151,7 +151,7 @@ class TestForward:
         rig.plugin.after_forward(result(1), runner(draft=True), prefill)
         (record,) = rig.records()
         assert record.header.kind == "draft"
-        assert record.hidden().unique().tolist() == [7.0]
+        assert record.read().unique().tolist() == [7.0]
 
     @pytest.mark.parametrize("phase", ["DECODE", "DRAFT_EXTEND_V2", "IDLE"])
     def test_the_draft_s_own_steps_are_not_captured(self, rig: Rig, phase: str) -> None:
@@ -174,7 +174,7 @@ class TestDraftExtend:
         assert rig.plugin.before_draft_extend(None, requests, verified, kv_loc_plan=None) is None
         (record,) = rig.records()
         assert (record.header.kind, record.header.phase) == ("draft", "verify")
-        assert record.hidden().tolist() == [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]]
+        assert record.read().tolist() == [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]]
         assert (record.integers("token_ids"), record.integers("accepted")) == ([4, 5, 6], [2])
 
 

@@ -76,8 +76,8 @@ class TestRecords:
         assert record.header == Header(
             probe_id(KEY, 2), "target", "prefill", 3, 9, True, process="aaaa", order=1, rank=1
         )
-        assert (record.rows, record.width, record.dtype) == (4, 6, "BF16")
-        assert torch.equal(record.hidden(), tensors["hidden"])
+        assert (len(record.rows), record.width(), record.dtype()) == (4, 6, "BF16")
+        assert torch.equal(record.read(), tensors["hidden"])
         assert record.integers("token_ids") == [0, 1, 2, 3]
         assert not record.has("child")
 

@@ -73,6 +73,8 @@ class Adapter:
     graph: Callable[[Any], bool | None]
     verdict: Callable[[Any, Any], Verdict | None]
     place: Callable[[], Place]
+    splits_rows: Callable[[], tuple[int, int]]
+    """Rank and size of the group over which rows may be split: the attention's tensor-parallel group."""
 
 
 def _lengths(batch: Any, phase: Phase) -> Sequence[int]:
@@ -109,6 +111,16 @@ def _place() -> Place:
         pp_rank=read("pp_rank", 0),
         pp_size=read("pp_size", 1),
     )
+
+
+def _splits_rows() -> tuple[int, int]:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    try:
+        return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+    except Exception:  # a topology that knows no such group splits no rows
+        return 0, 1
 
 
 # Read in 0.5.23. The contract, not the version, decides whether it fits another one.
@@ -157,6 +169,7 @@ SGLANG = Adapter(
     graph=lambda result: result.can_run_graph,
     verdict=_verdict,
     place=_place,
+    splits_rows=_splits_rows,
 )
 
 

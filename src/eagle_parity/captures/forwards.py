@@ -100,12 +100,15 @@ def _forward(prompt: Prompt, pairs: Mapping[int, _Pair], sequence: Sequence[int]
     ids, positions = first.integers("token_ids"), first.integers("positions")
     for rank, record in given.items():
         same_tokens = record.integers("token_ids") == ids and record.integers("positions") == positions
-        if record.header.phase != first.header.phase or record.rows != len(ids) or not same_tokens:
+        if record.header.phase != first.header.phase or not record.fits or not same_tokens:
             raise EnvironmentFailure(
                 f"prompt {prompt.id}: rank {rank} recorded {_label(record)} where rank {first_rank} recorded "
-                f"{_label(first)}" + ("" if same_tokens else ", with other tokens or positions"),
+                f"{_label(first)}"
+                + ("" if same_tokens else ", with other tokens or positions")
+                + ("" if record.fits else f", with states that are not its {len(record.rows)} rows"),
                 fix="the ranks must run the same forwards: capture again; if it stays, report it with the server's log",
             )
+    _check_covered(prompt, given, len(ids))
     if first.header.phase != "verify":
         return Forward(given, received, tuple(ids), tuple(positions), tuple(range(-1, len(ids) - 1)), (1,) * len(ids))
     parents = _parents(first, positions)
@@ -113,8 +116,19 @@ def _forward(prompt: Prompt, pairs: Mapping[int, _Pair], sequence: Sequence[int]
     return Forward(given, received, tuple(ids), tuple(positions), parents, accepted_rows(ids, parents, path))
 
 
+def _check_covered(prompt: Prompt, given: Mapping[int, Record], tokens: int) -> None:
+    """See that every row lies on some rank; ranks may hold parts."""
+    held = {row for record in given.values() for row in record.rows}
+    if len(held) < tokens:
+        lacking = sorted(set(range(tokens)) - held)
+        raise EnvironmentFailure(
+            f"prompt {prompt.id}: no rank recorded rows {lacking[0]}..{lacking[-1]} of a forward of {tokens} tokens",
+            fix="capture again; if it stays, report it with the server's arguments",
+        )
+
+
 def _label(record: Record) -> str:
-    return f"a {record.header.phase} forward of {record.rows} rows"
+    return f"a {record.header.phase} forward of {record.tokens} tokens"
 
 
 def _parents(record: Record, positions: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ EAGLE_PARITY_CAPTURE_DIR is set. Then, for requests whose id is a probe's and fo
 - after the target's `ModelRunner.forward`, which runs around CUDA-graph replays as well: the packed hidden states, the
   token ids, the positions, the draft tree;
 - after the draft's prefill forward, and before the draft's extend after a verify: what the draft was given, so that
-  the client can tell whether that is what the target gave.
+  the client can tell whether that is what the target gave;
+- where EAGLE_PARITY_CAPTURE_BOUNDARIES asks for it, the residual stream at the target's layers (`boundaries`).
 
 Rules here: never raise into a forward, wait for no device, issue no collective, change nothing, and copy on the
 forward's own stream, because the tensors may lie in a graph's memory that the next replay overwrites.
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_parity.captures.adapter import SGLANG, Adapter, Verdict, draft_facts, missing, model_facts
+from eagle_parity.captures.boundaries import Boundaries, Seen, parse
+from eagle_parity.captures.shard import common, own_rows
 from eagle_parity.captures.spool import (
+    BOUNDARIES,
     CAPTURE_DIR,
     KEPT_BYTES,
     MAX_BYTES,
@@ -71,8 +75,16 @@ def _activate(directory: Path, adapter: Adapter) -> None:
         return
     tree, draft = missing(adapter.needs_for_tree), missing(adapter.needs_for_draft)
     gaps = [*(f"no draft tree: {item}" for item in tree), *(f"no draft input: {item}" for item in draft)]
-    plugin = Plugin(adapter, directory, replace(hello, gaps=tuple(gaps)), has_tree=not tree)
+    boundaries = None
+    if wanted := os.environ.get(BOUNDARIES):
+        try:
+            boundaries = Boundaries(parse(wanted))
+        except ValueError as error:
+            gaps.append(f"no boundaries: {BOUNDARIES}: {error}")
+    plugin = Plugin(adapter, directory, replace(hello, gaps=tuple(gaps)), has_tree=not tree, boundaries=boundaries)
     HookRegistry.register(adapter.init, plugin.after_init, HookType.AFTER)
+    if boundaries is not None:
+        HookRegistry.register(adapter.forward, plugin.before_forward, HookType.BEFORE)
     HookRegistry.register(adapter.forward, plugin.after_forward, HookType.AFTER)
     if not draft:
         HookRegistry.register(adapter.draft_extend, plugin.before_draft_extend, HookType.BEFORE)
@@ -100,12 +112,14 @@ class Plugin:
         hello: Hello,
         *,
         has_tree: bool = True,
+        boundaries: Boundaries | None = None,
         writer: SpoolWriter | None = None,
     ) -> None:
         self._adapter = adapter
         self._directory = directory
         self._hello = hello
         self._has_tree = has_tree
+        self._boundaries = boundaries
         self._writer = writer
         self._failed = False
 
@@ -117,6 +131,7 @@ class Plugin:
                 self._hello = replace(self._hello, draft=draft_facts(runner))
             else:
                 self._hello = replace(self._hello, model=model_facts(runner), **vars(place))
+                self._watch(runner)
             write_hello(self._directory, self._hello)
             if self._writer is None:
                 kept = int(os.environ.get(MAX_BYTES) or KEPT_BYTES)
@@ -127,6 +142,34 @@ class Plugin:
             self._give_up((), error)
             with contextlib.suppress(Exception):
                 write_hello(self._directory, replace(self._hello, error=f"{type(error).__name__}: {error}"))
+
+    def _watch(self, runner: Any) -> None:
+        """Hook the target's layers, where that was asked for."""
+        if self._boundaries is None:
+            return
+        facts = self._hello.model
+        try:
+            names = self._boundaries.attach(runner.model, facts["num_layers"], facts["hidden_size"])
+            self._hello = replace(self._hello, boundaries=names)
+        except Exception as error:
+            self._boundaries = None
+            gaps = (*self._hello.gaps, f"no boundaries: {type(error).__name__}: {error}")
+            self._hello = replace(self._hello, gaps=gaps)
+
+    def before_forward(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """A forward begins. Registered where boundaries are recorded: if it has probes, the layers' hooks must know."""
+        try:
+            batch = args[0] if args else kwargs["forward_batch"]
+            if self._boundaries is None or self._adapter.is_draft(runner):
+                return
+            self._boundaries.end()  # of a forward that failed: nothing of the next one may be copied
+            wanted, phase = _probes(self._adapter.rids(batch)), self._adapter.phase(batch)
+            if wanted and phase is not None:
+                lengths = self._adapter.lengths(batch, phase)
+                spans = [_span(lengths, index) for index, _ in wanted]
+                self._boundaries.begin(spans, sum(lengths), self._adapter.splits_rows())
+        except Exception as error:
+            self._give_up((), error)
 
     def after_forward(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         """A forward of the target or the draft was launched. Copies the probes' rows, if there are any."""
@@ -163,12 +206,23 @@ class Plugin:
         hidden = adapter.received(batch) if drafts else adapter.given(result)
         if drafts and hidden is None:
             return  # a draft of another kind, which reads no hidden states
+        held = None if hidden is None else self._held(hidden, total)
+        # A target without a draft gives no states, but its boundaries can be recorded all the same.
+        sees = self._boundaries is not None and not drafts
+        seen = self._boundaries.end(held) if self._boundaries is not None and sees else []
         token_ids, positions = adapter.tokens(batch)
-        for index, rid in wanted:
+        for place, (index, rid) in enumerate(wanted):
             if is_end(rid):
                 if not drafts and phase == "prefill":
                     self._submit(Header(rid, "end"), {})
                 continue
+            beside = seen[place] if place < len(seen) else Seen()
+            span = _span(lengths, index)
+            own = span if beside.rows is None else beside.rows
+            states = dict(beside.tensors)
+            if hidden is not None and held is not None:
+                own = common(span, held)
+                states["hidden"] = hidden[own.start - held.start : own.stop - held.start].clone()
             header = Header(
                 rid,
                 "draft" if drafts else "target",
@@ -176,22 +230,26 @@ class Plugin:
                 batch=len(lengths),
                 forward_tokens=total,
                 graph=adapter.graph(result),
+                rows=None if own == span else (own.start - span.start, own.stop - span.start),
+                unseen=beside.unseen,
             )
-            if hidden is None or hidden.dim() != 2 or hidden.shape[0] < total:
+            if held is None and (hidden is not None or not sees):
                 got = "none" if hidden is None else f"hidden states of shape {list(hidden.shape)}"
                 self._lose(header, f"the {phase} forward of {total} tokens returned {got}")
                 continue
-            begin = sum(lengths[:index])
-            rows = slice(begin, begin + lengths[index])
-            tensors = {
-                "hidden": hidden[rows].clone(),
-                "token_ids": token_ids[rows].clone(),
-                "positions": positions[rows].clone(),
-            }
+            rows = slice(span.start, span.stop)
+            tensors = {"token_ids": token_ids[rows].clone(), "positions": positions[rows].clone(), **states}
             if phase == "verify" and self._has_tree:
                 child, sibling = adapter.tree(batch)
                 tensors |= {"child": child[index].clone(), "sibling": sibling[index].clone()}
             self._submit(header, tensors)
+
+    def _held(self, hidden: torch.Tensor, total: int) -> range | None:
+        """Which tokens of a forward a tensor of states is about; None where that cannot be told."""
+        if hidden.dim() != 2:
+            return None
+        whole = hidden.shape[0] >= total
+        return range(total) if whole else own_rows(hidden.shape[0], total, *self._adapter.splits_rows())
 
     def _capture_verdict(self, wanted: Sequence[tuple[int, str]], verdict: Verdict | None) -> None:
         if verdict is None:
@@ -232,6 +290,12 @@ class Plugin:
 def _probes(rids: Sequence[str]) -> Sequence[tuple[int, str]]:
     """The probes of a batch by index. In a batch without one this is a prefix test a request, and nothing more."""
     return [(i, rid) for i, rid in enumerate(rids) if rid.startswith(PREFIX) and is_probe(rid)]
+
+
+def _span(lengths: Sequence[int], index: int) -> range:
+    """The rows of a forward that belong to a request."""
+    begin = sum(lengths[:index])
+    return range(begin, begin + lengths[index])
 
 
 def _reachable(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_parity.captures.forwards import Forward, Probe
 from eagle_parity.captures.spool import END, Record, Spool, probe_number
 from eagle_parity.errors import EnvironmentFailure
-from eagle_parity.records import Draft, Facts, Plan, Sample, Source, Stream, TensorSpec, slot_name
+from eagle_parity.records import FINAL_NORM, Draft, Facts, Phase, Plan, Sample, Source, Stream, TensorSpec, slot_name
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eagle_parity.captures.sglang import Site
 
 DEFAULT_SLOTS = 3  # what SGLang captures where a draft declares nothing
+PHASES: tuple[Phase, ...] = ("prefill", "verify", "decode")
 _RECORD_SECONDS = 60.0  # after the last answer
 _POLL_SECONDS = 0.05
 
@@ -48,7 +49,7 @@ class Recording:
     def facts(self) -> Facts:
         """The final facts, to be asked for when the stream is exhausted: they say what the slots are."""
         facts = self.stream.plan.facts
-        return replace(facts, source=replace(facts.source, detail=_detail(self.notes)))
+        return replace(facts, source=replace(facts.source, detail=_detail(self.notes, facts.slots)))
 
 
 # ------------------------------------------------------------------------------------------------- collecting
@@ -112,16 +113,19 @@ def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
 
 
 def record(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
-    """The probes as a stream, prefill first. Raises EnvironmentFailure for shapes that are not slots of one width."""
+    """The probes as a stream, prefill first, with the slots (where there is a draft) and the boundaries asked for.
+
+    Raises EnvironmentFailure for shapes that are not slots of one width, and where no forward shows a boundary.
+    """
     ordered = sorted(
         ((probe, forward) for probe in probes for forward in probe.forwards),
         key=lambda item: item[1].phase != "prefill",
     )
-    specs = {rank: _specs(site, [forward.given[rank] for _, forward in ordered]) for rank in site.hellos}
-    slots = max(len(own) for own in specs.values())
-    lengths = [probe.answer.meta for probe in probes]
-    accept_length = _accept_length(lengths)
+    ordered, names, messages = _with_boundaries(site.boundaries, ordered)
+    specs = {rank: _specs(site, [forward.given[rank] for _, forward in ordered], names) for rank in site.hellos}
     draft = site.draft
+    slots = 0 if draft is None else max(len(own) for own in specs.values()) - len(names)
+    accept_length = _accept_length([probe.answer.meta for probe in probes])
     facts = Facts(
         side="serving",
         source=Source("sglang", str(site.info["version"])),
@@ -130,6 +134,7 @@ def record(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
         draft=None
         if draft is None
         else Draft(draft.name, draft.declared_ids, num_slots=slots, spec_accept_length=accept_length),
+        boundaries=tuple(sorted(int(name.removeprefix("boundary.")) for name in names if name != FINAL_NORM)),
         slots=slots,
     )
     tokens = sum(len(forward.token_ids) for _, forward in ordered)
@@ -137,46 +142,90 @@ def record(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
     for _, forward in ordered:
         phases[forward.phase] = phases.get(forward.phase, 0) + len(forward.token_ids)
     columns = ("parents", "accepted") if "verify" in phases else ()
+    split = any(record.header.rows is not None for _, forward in ordered for record in forward.given.values())
+    held = {rank: sum(len(forward.given[rank].rows) for _, forward in ordered) for rank in site.hellos}
     notes = Notes()
-    plan = Plan(facts, tokens, specs, columns=columns)
+    plan = Plan(facts, tokens, specs, rank_rows=held if split else None, columns=columns)
     stream = Stream(plan, _samples(ordered, specs, notes))
-    return Recording(stream, notes, _messages(site, probes, phases), accept_length, phases, spool.discard)
+    said = (*_messages(site, probes, phases), *messages)
+    return Recording(stream, notes, said, accept_length, phases, spool.discard)
 
 
-def _specs(site: Site, records: Sequence[Record]) -> list[TensorSpec]:
-    shapes = {(record.width, record.dtype) for record in records}
-    rank = records[0].header.rank
-    if len(shapes) != 1:
+_Ordered = list[tuple[Probe, Forward]]
+
+
+def _with_boundaries(wanted: Sequence[str], ordered: _Ordered) -> tuple[_Ordered, tuple[str, ...], list[str]]:
+    """The forwards that show boundaries on every rank, the names that all of these show, and what is left out.
+
+    A dump's tensors have the same rows, so a forward that shows none (the replay of a graph) has no place beside them.
+    """
+    if not wanted:
+        return ordered, (), []
+    kept = [(p, f) for p, f in ordered if all(set(wanted) & set(r.states) for r in f.given.values())]
+    names = [name for name in wanted if all(name in r.states for _, f in kept for r in f.given.values())]
+    unseen = {name: why for _, f in ordered for r in f.given.values() for name, why in r.header.unseen.items()}
+    if not kept or not names:
+        why = next((unseen[name] for name in wanted if name in unseen), "every forward was the replay of a CUDA graph")
         raise EnvironmentFailure(
-            f"rank {rank} gave hidden states of more than one shape: "
-            + ", ".join(f"{width} wide {dtype}" for width, dtype in sorted(shapes)),
-            fix="capture prefill and the rest apart; report it with the server's arguments",
+            f"no boundary was recorded in {len(ordered)} forwards: {why}",
+            fix="start the server without CUDA graphs (--disable-cuda-graph, or --cuda-graph-backend-decode and "
+            "--cuda-graph-backend-prefill disabled), or send shorter prompts and fewer boundaries",
         )
-    width, dtype = shapes.pop()
-    hidden = site.model.hidden_size
-    draft = site.draft
+    messages = []
+    lost = {
+        phase: sum(f.phase == phase for _, f in ordered) - sum(f.phase == phase for _, f in kept) for phase in PHASES
+    }
+    if any(lost.values()):
+        listed = " and ".join(f"{count} {phase}" for phase, count in lost.items() if count)
+        messages.append(
+            f"warning: {listed} forwards have no rows: no boundary was seen in them (the replay of a CUDA graph runs "
+            "no hook); record without --boundaries for their slots"
+        )
+    lacking = [name for name in wanted if name not in names]
+    if lacking:
+        why = next((unseen[name] for name in lacking if name in unseen), "its layer's hook did not run")
+        messages.append(f"warning: {', '.join(lacking)} is not recorded: {why}")
+    return kept, tuple(names), messages
+
+
+def _specs(site: Site, records: Sequence[Record], names: Sequence[str]) -> list[TensorSpec]:
+    """The tensors of a rank: slots where there is a draft to hand them to, and boundaries."""
+    rank = records[0].header.rank
+    for name in (*names, *(["hidden"] if site.draft is not None else [])):
+        shapes = {(record.width(name), record.dtype(name)) if record.has(name) else None for record in records}
+        if None in shapes or len(shapes) != 1:
+            raise EnvironmentFailure(
+                f"rank {rank} gave {'hidden states' if name == 'hidden' else name} of more than one shape: "
+                + ", ".join("none" if shape is None else f"{shape[0]} wide {shape[1]}" for shape in shapes),
+                fix="capture prefill and the rest apart; report it with the server's arguments",
+            )
+    first = records[0]
+    boundaries = [TensorSpec(name, first.width(name), first.dtype(name)) for name in names]
+    return boundaries if site.draft is None else [*_slot_specs(site, first), *boundaries]
+
+
+def _slot_specs(site: Site, record: Record) -> list[TensorSpec]:
+    width, hidden, draft = record.width(), site.model.hidden_size, site.draft
     declared = len(draft.declared_ids) if draft and draft.declared_ids else DEFAULT_SLOTS
     # Normally the slots are hidden-wide. Where they are not, they are shards, and only their number can be known.
     slots = width // hidden if hidden and width % hidden == 0 else declared
     if width % slots:
         raise EnvironmentFailure(
-            f"rank {rank}: the draft is given {width} values a token, which are neither slots of {hidden} nor {slots} "
-            "slots of one width",
+            f"rank {record.header.rank}: the draft is given {width} values a token, which are neither slots of "
+            f"{hidden} nor {slots} slots of one width",
             fix="check the draft's config: num_aux_hidden_states and eagle_aux_hidden_state_layer_ids",
         )
-    return [TensorSpec(slot_name(j), width // slots, dtype) for j in range(slots)]
+    return [TensorSpec(slot_name(j), width // slots, record.dtype()) for j in range(slots)]
 
 
-def _samples(
-    ordered: Sequence[tuple[Probe, Forward]], specs: Mapping[int, Sequence[TensorSpec]], notes: Notes
-) -> Iterator[Sample]:
+def _samples(ordered: _Ordered, specs: Mapping[int, Sequence[TensorSpec]], notes: Notes) -> Iterator[Sample]:
     for probe, forward in ordered:
         header = forward.header
         yield Sample(
             probe.prompt.id,
             forward.token_ids,
             forward.positions,
-            {rank: _slots(probe, forward, rank, own, notes) for rank, own in specs.items()},
+            {rank: _tensors(probe, forward, rank, own, notes) for rank, own in specs.items()},
             phase=forward.phase,
             batch=header.batch,
             graph=header.graph,
@@ -184,29 +233,44 @@ def _samples(
             cached_tokens=probe.cached if forward.phase == "prefill" else None,
             parents=forward.parents,
             accepted=forward.accepted,
+            rows={rank: forward.given[rank].rows for rank in specs},
         )
 
 
-def _slots(
+def _tensors(
     probe: Probe, forward: Forward, rank: int, specs: Sequence[TensorSpec], notes: Notes
 ) -> dict[str, torch.Tensor]:
-    """The slots of one rank: what the draft was given, on the rows where that was seen, else what the target gave."""
+    """The tensors of one rank."""
+    record = forward.given[rank]
+    slots = [spec for spec in specs if spec.name.startswith("slot.")]
+    found = {spec.name: record.read(spec.name) for spec in specs[len(slots) :]}
+    if slots:
+        states, width = _handed(probe, forward, rank, notes), slots[0].width
+        found |= {spec.name: states[:, j * width : (j + 1) * width] for j, spec in enumerate(slots)}
+    return found
+
+
+def _handed(probe: Probe, forward: Forward, rank: int, notes: Notes) -> torch.Tensor:
+    """The slots side by side, [T', W]: the target's rows, replaced by the draft's where both were seen."""
     import torch
 
-    given = forward.given[rank].hidden()
-    received = forward.received.get(rank)
-    if received is not None:
-        rows = forward.path
-        ours, theirs = given[rows], received.hidden()[: len(rows)]
-        notes.compared += len(rows)
-        if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
-            notes.unequal += int((ours.view(torch.uint8) != theirs.view(torch.uint8)).any(dim=1).sum())
-            given[rows] = theirs
-        else:
-            notes.unequal += len(rows)
-        _check_shift(probe, forward, received, notes)
-    width = specs[0].width
-    return {spec.name: given[:, j * width : (j + 1) * width] for j, spec in enumerate(specs)}
+    record = forward.given[rank]
+    given, received = record.read(), forward.received.get(rank)
+    if received is None:
+        return given
+    path = forward.path
+    # Rows of the request that both hold; the draft's are counted along the accepted path.
+    rows = [(path[i], i - received.rows.start) for i in received.rows if i < len(path) and path[i] in record.rows]
+    ours = [row - record.rows.start for row, _ in rows]
+    mine, theirs = given[ours], received.read()[[place for _, place in rows]]
+    notes.compared += len(rows)
+    if mine.shape == theirs.shape and mine.dtype == theirs.dtype:
+        notes.unequal += int((mine.view(torch.uint8) != theirs.view(torch.uint8)).any(dim=1).sum())
+        given[ours] = theirs
+    else:
+        notes.unequal += len(rows)
+    _check_shift(probe, forward, received, notes)
+    return given
 
 
 def _check_shift(probe: Probe, forward: Forward, received: Record, notes: Notes) -> None:
@@ -217,7 +281,9 @@ def _check_shift(probe: Probe, forward: Forward, received: Record, notes: Notes)
         notes.shifted.append(probe.prompt.id)
 
 
-def _detail(notes: Notes) -> str:
+def _detail(notes: Notes, slots: int) -> str:
+    if not slots:
+        return "boundaries of the target alone: there is no draft"
     if not notes.compared:
         return "slots are what the target gave; what the draft was given was not seen"
     if not notes.unequal:
@@ -240,7 +306,7 @@ def _messages(site: Site, probes: Sequence[Probe], phases: Mapping[str, int]) ->
             f"warning: {cached} tokens of {len(warm)} prompts came from the server's prefix cache and have no rows "
             f"(the first: {warm[0].prompt.id}, {warm[0].cached} tokens); without --warm-cache they would"
         )
-    if "verify" not in phases:
+    if site.draft is not None and "verify" not in phases:
         messages.append("warning: no verify rows: every prompt ended with its first token")
     for gap in {gap for hello in site.hellos.values() for gap in hello.gaps}:
         messages.append(f"warning: this SGLang gives {gap}")

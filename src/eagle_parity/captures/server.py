@@ -275,14 +275,18 @@ def check_port_free(host: str, port: int) -> None:
 
 @contextmanager
 def launched(
-    command: Sequence[str], *, timeout: float, say: Callable[[str], None] = lambda _: None
+    command: Sequence[str],
+    *,
+    timeout: float,
+    environ: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[Server, Path]]:
     """Start a server command, wait until it is healthy, and stop it at the end, whatever happens.
 
-    Gives the server and its capture directory, fresh and private. The command runs in a process group of its own;
-    SIGTERM and SIGHUP end this process as Ctrl-C does, so that the server does not outlive it. Raises UsageError for a
-    command that cannot be run, EnvironmentFailure when the port is taken, or the server dies (with the end of its log)
-    or is not ready after `timeout` seconds.
+    Gives the server and its capture directory, fresh and private. `environ` is added to the command's environment. It
+    runs in a process group of its own; SIGTERM and SIGHUP end this process as Ctrl-C does, so that the server does not
+    outlive it. Raises UsageError for a command that cannot be run, EnvironmentFailure when the port is taken, or the
+    server dies (with the end of its log) or is not ready after `timeout` seconds.
     """
     if not command:
         raise UsageError(
@@ -294,7 +298,7 @@ def launched(
         capture_dir, log = Path(scratch) / "capture", Path(scratch) / "server.log"
         capture_dir.mkdir(mode=0o700)
         with _signals_interrupt(), log.open("wb") as sink:
-            process = _start(command, {**os.environ, CAPTURE_DIR: str(capture_dir)}, sink)
+            process = _start(command, {**os.environ, **(environ or {}), CAPTURE_DIR: str(capture_dir)}, sink)
             try:
                 server = connect(f"http://{host}:{port}", timeout=timeout, api_key=os.environ.get(API_KEY))
                 say(f"server starting on {host}:{port} (process {process.pid})")

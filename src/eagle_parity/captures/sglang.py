@@ -17,7 +17,9 @@ from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.recording import DEFAULT_SLOTS, Recording, collect, names, record
 from eagle_parity.captures.server import Server
 from eagle_parity.captures.spool import (
+    BOUNDARIES,
     CAPTURE_DIR,
+    PENDING_BYTES,
     Hello,
     Spool,
     end_id,
@@ -26,7 +28,18 @@ from eagle_parity.captures.spool import (
     read_hellos,
 )
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
-from eagle_parity.records import Draft, Engine, Facts, Model, Plan, Source, TensorSpec, slot_name
+from eagle_parity.records import (
+    Boundary,
+    Draft,
+    Engine,
+    Facts,
+    Model,
+    Plan,
+    Source,
+    TensorSpec,
+    boundary_name,
+    slot_name,
+)
 
 DEFAULT_NEW_TOKENS = 8
 _HELLO_SECONDS = 10.0  # a shared file system may be late
@@ -70,6 +83,8 @@ class Site:
     info: Mapping[str, Any]
     capture_dir: Path
     hellos: Mapping[int, Hello]
+    boundaries: tuple[str, ...] = ()
+    """The boundaries to record beside the slots, as tensor names."""
 
     @property
     def model(self) -> Model:
@@ -100,19 +115,27 @@ class Site:
 # ----------------------------------------------------------------------------------------------------- before
 
 
-def check(server: Server, capture_dir: Path, *, started_here: bool = False) -> Site:
+def check(
+    server: Server,
+    capture_dir: Path,
+    *,
+    boundaries: Sequence[Boundary] | None = (),
+    started_here: bool = False,
+) -> Site:
     """Ask a server what it is, and its plugin whether it can capture on every rank.
 
-    `started_here` only words the advice: the capture directory is certainly the server's, so the plugin is what lacks.
+    `boundaries` are recorded too, None for all that the server shows; then there need be no draft. `started_here` only
+    words the advice: the capture directory is certainly the server's, so the plugin is what lacks.
     Raises EnvironmentFailure for a server that is down, is no SGLang, has no draft, does not load the plugin, has an
-    SGLang that the plugin does not fit, or lacks ranks.
+    SGLang that the plugin does not fit, lacks ranks, or was not started to show the boundaries.
     """
     info = server.info()
-    if not info.get("speculative_algorithm"):
+    if boundaries == () and not info.get("speculative_algorithm"):
         raise EnvironmentFailure(
             f"{server.url} serves {_base(info.get('model_path'))} without a draft (speculative_algorithm is null), so "
             "there is nothing that it hands to one",
-            fix="start it with --speculative-algorithm EAGLE3 and --speculative-draft-model-path",
+            fix="start it with --speculative-algorithm EAGLE3 and --speculative-draft-model-path; or record the states "
+            "of the target itself with --boundaries all",
         )
     deadline = time.monotonic() + _HELLO_SECONDS
     while True:
@@ -141,7 +164,36 @@ def check(server: Server, capture_dir: Path, *, started_here: bool = False) -> S
             f"the capture plugin runs on {names(sorted(ranks))} and not on {names(absent)} of {len(expected)}",
             fix=f"install eagle-parity and set {CAPTURE_DIR} on every host of the server, to one shared directory",
         )
-    return Site(server, info, capture_dir, {rank: ranks[rank] for rank in sorted(expected)})
+    newest = {rank: ranks[rank] for rank in sorted(expected)}
+    return Site(server, info, capture_dir, newest, _shown(server, newest, boundaries))
+
+
+def _shown(server: Server, hellos: Mapping[int, Hello], asked: Sequence[Boundary] | None) -> tuple[str, ...]:
+    """The boundaries asked for, as tensor names in their order. Raises EnvironmentFailure where a rank lacks one."""
+    if asked == ():
+        return ()
+    wanted = None if asked is None else {boundary_name(boundary) for boundary in asked}
+    value = "all" if asked is None else ",".join(map(str, asked))
+    for rank, hello in hellos.items():
+        lacking = sorted((wanted or set()) - set(hello.boundaries or ()))
+        if hello.boundaries and not lacking:
+            continue
+        why = next((gap for gap in hello.gaps if gap.startswith("no boundaries")), None)
+        if why is not None:
+            what, fix = f"cannot show its boundaries: rank {rank}: {why}", "report it with the model's config.json"
+        elif hello.boundaries is None:
+            what = "was started without boundaries: its plugin records what the draft is given, and nothing else"
+            fix = (
+                f"a running server is not changed: restart it with {BOUNDARIES}={value} in its environment, beside "
+                f"{CAPTURE_DIR}, or let --launch start it"
+            )
+        else:
+            has = ", ".join(hello.boundaries) or "none"
+            what = f"does not show {', '.join(lacking)}: rank {rank} was started for {has}"
+            fix = f"ask for some of these, or restart the server with {BOUNDARIES}={value} in its environment"
+        raise EnvironmentFailure(f"the server at {server.url} {what}", fix=fix)
+    shown = next(iter(hellos.values())).boundaries or ()
+    return tuple(name for name in shown if wanted is None or name in wanted)
 
 
 _INSTALL = (
@@ -180,17 +232,39 @@ def _expected(info: Mapping[str, Any], ranks: Mapping[int, Hello]) -> set[int]:
 
 
 def estimate(site: Site, prompts: Sequence[Prompt], max_new_tokens: int) -> Plan:
-    """A plan about as large as the dump will be, to be checked before a probe is sent. Text counts 3 bytes a token."""
+    """A plan about as large as the dump will be, to be checked before a probe is sent. Text counts 3 bytes a token.
+
+    Raises UsageError where the boundaries of one forward are more than a rank of the server keeps in memory.
+    """
     model, draft = site.model, site.draft
-    ids = draft.declared_ids if draft else None
-    slots = len(ids) if ids else DEFAULT_SLOTS
+    hidden, dtype = model.hidden_size or 0, "F32" if model.dtype == "float32" else "BF16"
+    slots = 0
+    if draft is not None:
+        slots = len(draft.declared_ids) if draft.declared_ids else DEFAULT_SLOTS
     tree = int(site.info.get("speculative_num_draft_tokens") or 1)
     tokens = sum(_length(prompt) + max_new_tokens * tree for prompt in prompts)
-    specs = [
-        TensorSpec(slot_name(j), model.hidden_size or 0, "F32" if model.dtype == "float32" else "BF16")
-        for j in range(slots)
-    ]
-    return Plan(Facts("serving", Source("sglang"), model), tokens, dict.fromkeys(site.hellos, specs))
+    names = [*(slot_name(j) for j in range(slots)), *site.boundaries]
+    plan = Plan(
+        Facts("serving", Source("sglang"), model),
+        tokens,
+        {rank: [TensorSpec(name, hidden, dtype) for name in names] for rank in site.hellos},
+    )
+    if site.boundaries:
+        _check_memory(site, prompts, hidden * (4 if dtype == "F32" else 2) * len(names))
+    return plan
+
+
+def _check_memory(site: Site, prompts: Sequence[Prompt], row_bytes: int) -> None:
+    """Refuse prompts whose rows of one forward are more than a rank lets wait for the disk."""
+    chunk = _size(site.info.get("chunked_prefill_size"))
+    for prompt in prompts:
+        rows = min(_length(prompt), chunk or _length(prompt))
+        if rows * row_bytes > PENDING_BYTES:
+            raise UsageError(
+                f"prompt {prompt.id}: {len(site.boundaries)} boundaries of a forward of {rows} tokens take "
+                f"{rows * row_bytes} bytes on a rank, which keeps at most {PENDING_BYTES} in memory",
+                fix=f"send prompts of at most {PENDING_BYTES // row_bytes} tokens, or name fewer boundaries",
+            )
 
 
 def _length(prompt: Prompt) -> int:

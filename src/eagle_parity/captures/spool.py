@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 CAPTURE_DIR = "EAGLE_PARITY_CAPTURE_DIR"
 MAX_BYTES = "EAGLE_PARITY_CAPTURE_MAX_BYTES"
+BOUNDARIES = "EAGLE_PARITY_CAPTURE_BOUNDARIES"
 
 PREFIX = "eagle-parity-"
 END = 999_999_999
@@ -97,12 +98,14 @@ def probe_number(rid: str, dump_key: str) -> int | None:
 class Header:
     """What a record's tensors are.
 
-    kind `target`: what the target's forward gave for this request: `hidden` [T, W] (the slots side by side),
-    `token_ids` and `positions` [T]; for a draft tree also `child` and `sibling` [T], the first-child, next-sibling
-    links within the request (-1: none).
-    kind `draft`: what the draft was then given: `hidden` [T, W], `token_ids` [T] (already shifted by one, as the draft
-    embeds them), and for verify `accepted` [1], how many rows at the front are accepted.
+    kind `target`: what the target's forward gave for this request: `token_ids` and `positions` [T]; `hidden` [T', W]
+    (the slots side by side; absent on a server without a draft); where boundaries are recorded, `boundary.K` and
+    `final.norm` [T', H]; for a draft tree also `child` and `sibling` [T], the first-child, next-sibling links within
+    the request (-1: none). T' is T, or else the header's `rows` says which of the T this rank held: begin and end.
+    kind `draft`: what the draft was then given: `hidden` [T', W], `token_ids` [T] (already shifted by one, as the draft
+    embeds them), `rows` as above, and for verify `accepted` [1], how many rows at the front are accepted.
     kind `lost`: no tensors, `reason` tells why. kind `end`: no tensors, the dump's last request came.
+    `unseen`: boundaries that were asked for and are not there, and why.
     """
 
     probe: str
@@ -112,6 +115,8 @@ class Header:
     forward_tokens: int | None = None
     graph: bool | None = None
     reason: str | None = None
+    rows: tuple[int, int] | None = None
+    unseen: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
     order: int = 0
     """Counts the records of a process. Filled in by the writer, as are rank and process."""
@@ -126,26 +131,39 @@ class Record:
     file: TensorFile
 
     @property
-    def rows(self) -> int:
-        """T of `hidden`."""
-        return self.file.entries["hidden"].shape[0]
+    def tokens(self) -> int:
+        """T: the request's tokens in this forward."""
+        return self.file.entries["token_ids"].shape[0]
 
     @property
-    def width(self) -> int:
-        """W of `hidden`."""
-        return self.file.entries["hidden"].shape[1]
+    def rows(self) -> range:
+        """Which of the T rows `hidden` and the boundaries hold."""
+        return range(self.tokens) if self.header.rows is None else range(*self.header.rows)
 
     @property
-    def dtype(self) -> str:
-        """Dtype of `hidden`, in safetensors spelling."""
-        return self.file.entries["hidden"].dtype
+    def fits(self) -> bool:
+        """Whether every state tensor has the rows that it should."""
+        return all(self.file.entries[name].shape[0] == len(self.rows) for name in self.states)
 
-    def hidden(self) -> torch.Tensor:
-        """The hidden states [T, W] in their own dtype."""
-        return self.file.read("hidden")
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the state tensors: `hidden`, `boundary.K`, `final.norm`."""
+        return tuple(name for name, entry in self.file.entries.items() if len(entry.shape) == 2)
+
+    def width(self, name: str = "hidden") -> int:
+        """W of a state tensor."""
+        return self.file.entries[name].shape[1]
+
+    def dtype(self, name: str = "hidden") -> str:
+        """Dtype of a state tensor, in safetensors spelling."""
+        return self.file.entries[name].dtype
+
+    def read(self, name: str = "hidden") -> torch.Tensor:
+        """A state tensor [T', W] in its own dtype."""
+        return self.file.read(name)
 
     def has(self, name: str) -> bool:
-        """Whether an integer tensor is there."""
+        """Whether a tensor is there."""
         return name in self.file.entries
 
     def integers(self, name: str) -> list[int]:
@@ -161,6 +179,7 @@ class Hello:
     """One server process says that the plugin is there: which rank it is, what it runs, whether it can capture.
 
     `error` names what this SGLang lacks, and then nothing is captured. `gaps` name what is captured without.
+    `boundaries`: the names that are recorded beside the slots, None where the server was not started for that.
     `model` and `draft` are what the engine loaded: architecture, hidden_size, … and declared_ids.
     """
 
@@ -176,6 +195,7 @@ class Hello:
     pp_size: int = 1
     error: str | None = None
     gaps: tuple[str, ...] = ()
+    boundaries: tuple[str, ...] | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     draft: Mapping[str, Any] | None = None
 
@@ -201,7 +221,9 @@ def read_hellos(directory: Path) -> list[Hello]:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             document = json.loads(path.read_text())
             values = {key: value for key, value in document.items() if key in known}
-            found.append(Hello(**values | {"gaps": tuple(values.get("gaps", ()))}))
+            names = values.get("boundaries")
+            lists = {"gaps": tuple(values.get("gaps", ())), "boundaries": None if names is None else tuple(names)}
+            found.append(Hello(**values | lists))
     return sorted(found, key=lambda hello: hello.started)
 
 
@@ -459,4 +481,6 @@ class Spool:
 def _decode(text: str) -> Header:
     known = {item.name for item in fields(Header)}
     document = json.loads(text)
-    return Header(**{key: value for key, value in document.items() if key in known})
+    values = {key: value for key, value in document.items() if key in known}
+    rows = values.get("rows")
+    return Header(**values | {"rows": None if rows is None else (int(rows[0]), int(rows[1]))})

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle_parity.cli.output import say
+from eagle_parity.cli.training import parse_boundaries
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 
 if TYPE_CHECKING:
     from eagle_parity.captures.prompts import Prompt
     from eagle_parity.captures.recording import Recording
     from eagle_parity.captures.server import Server
+    from eagle_parity.records import Boundary
 
 CAPTURE_DIR = "EAGLE_PARITY_CAPTURE_DIR"
+BOUNDARIES = "EAGLE_PARITY_CAPTURE_BOUNDARIES"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class _Probing:
     max_new_tokens: int
     warm_cache: bool
     started_here: bool
+    boundaries: tuple[Boundary, ...] | None
+    """To record beside the slots; None for all."""
 
 
 def command(
@@ -62,6 +67,14 @@ def command(
             metavar="DIR", envvar=CAPTURE_DIR, help="With --server: the server's own EAGLE_PARITY_CAPTURE_DIR."
         ),
     ] = None,
+    boundaries: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST|all",
+            envvar="EAGLE_PARITY_BOUNDARIES",
+            help="Record these boundaries of the target too, on a server started for that; then it needs no draft.",
+        ),
+    ] = "",
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -102,16 +115,18 @@ def command(
     """Record what a live SGLang server hands to its draft, on every tensor-parallel rank.
 
     The server needs the capture plugin: eagle-parity installed in its Python environment, and
-    EAGLE_PARITY_CAPTURE_DIR set when it starts. --launch does the latter.
+    EAGLE_PARITY_CAPTURE_DIR set when it starts; for --boundaries, EAGLE_PARITY_CAPTURE_BOUNDARIES=all as well. --launch
+    sets both.
     """
     from eagle_parity.dump import DEFAULT_CAP, check_target
 
     words = server_command or []
     _check_choice(server, launch, words, prompts, tokens_from)
+    chosen = _boundaries(boundaries)
     check_target(output, overwrite=overwrite)
     wanted = _prompts(prompts, tokens_from)[:limit]
-    with _site(server, words, capture_dir, timeout) as (running, directory):
-        probing = _Probing(max_new_tokens, warm_cache, started_here=launch)
+    with _site(server, words, capture_dir, timeout, boundaries) as (running, directory):
+        probing = _Probing(max_new_tokens, warm_cache, launch, chosen)
         _record(running, directory, wanted, probing, output, max_bytes or DEFAULT_CAP, overwrite)
 
 
@@ -136,6 +151,11 @@ def _check_choice(
         )
 
 
+def _boundaries(text: str) -> tuple[Boundary, ...] | None:
+    """What --boundaries names; None for all, () where it is not given."""
+    return None if text.strip() == "all" else parse_boundaries(text, "--boundaries") if text.strip() else ()
+
+
 def _prompts(path: Path | None, tokens_from: Path | None) -> list[Prompt]:
     from eagle_parity.captures.prompts import Prompt, load_prompts
 
@@ -158,12 +178,13 @@ def _prompts(path: Path | None, tokens_from: Path | None) -> list[Prompt]:
 
 @contextmanager
 def _site(
-    server: str | None, words: list[str], capture_dir: Path | None, timeout: float
+    server: str | None, words: list[str], capture_dir: Path | None, timeout: float, boundaries: str
 ) -> Iterator[tuple[Server, Path]]:
     from eagle_parity.captures.server import API_KEY, connect, launched
 
     if server is None:
-        with launched(words, timeout=timeout, say=say) as started:
+        environ = {BOUNDARIES: boundaries} if boundaries.strip() else {}
+        with launched(words, timeout=timeout, environ=environ, say=say) as started:
             yield started
         return
     running = connect(server, timeout=timeout, api_key=os.environ.get(API_KEY))
@@ -186,7 +207,7 @@ def _record(
     from eagle_parity.cli.output import progress
     from eagle_parity.dump import DumpWriter, check_size, human, planned_bytes
 
-    site = check(server, directory, started_here=probing.started_here)
+    site = check(server, directory, boundaries=probing.boundaries, started_here=probing.started_here)
     expected = estimate(site, prompts, probing.max_new_tokens)
     check_size(expected, output, cap)
     say(
@@ -236,11 +257,16 @@ def _summary(output: Path, recording: Recording) -> str:
 
     plan = recording.stream.plan
     specs = next(iter(plan.tensors.values()))
-    widths = {spec.width for own in plan.tensors.values() for spec in own}
     rows = " + ".join(f"{count} {phase}" for phase, count in recording.phases.items())
     accept = "unknown" if recording.accept_length is None else f"{recording.accept_length:.2f}"
-    slots = f"{len(specs)} slots of {'/'.join(map(str, sorted(widths)))} {specs[0].dtype}"
-    return (
-        f"{output}: {len(plan.tensors)} ranks, {slots}, {rows} tokens, {human(planned_bytes(plan))}, "
-        f"accept length {accept}\n{recording.facts().source.detail}"
-    )
+    parts = [f"{len(plan.tensors)} ranks"]
+    for what, count in (("slots", plan.facts.slots), ("boundaries", len(specs) - plan.facts.slots)):
+        if count:
+            own = [
+                s for specs in plan.tensors.values() for s in specs if s.name.startswith("slot.") == (what == "slots")
+            ]
+            parts.append(f"{count} {what} of {'/'.join(map(str, sorted({s.width for s in own})))} {own[0].dtype}")
+    parts += [f"{rows} tokens", human(planned_bytes(plan))]
+    if plan.facts.draft is not None:
+        parts.append(f"accept length {accept}")
+    return f"{output}: {', '.join(parts)}\n{recording.facts().source.detail}"
