@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Serve TARGET with the EAGLE-3 draft DRAFT: the real SGLang, on CPU cores, one process per tensor-parallel rank.
 #
-#   demo/serve.sh TARGET DRAFT [any argument of sglang.launch_server ...]
+#   demo/serve.sh TARGET DRAFT [any argument of sglang.launch_server ...]      (DRAFT -: the target alone)
 #
 # Environment: TP (ranks, default 2), PORT (default 30000), PYTHON (default: the repository's .venv, else python3).
 # float32, so that tokens can be compared exactly. No prefix cache, so that a prompt sent twice is computed twice.
@@ -35,13 +35,15 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # else gloo looks up the hos
 export SGLANG_NCCL_SO_PATH=/dev/null # a CUDA build of torch brings NCCL, which SGLang would load without a GPU
 export PYTHONPATH=$here/sglang_cpu/shim${PYTHONPATH:+:$PYTHONPATH}
 
+eagle=()
+if [ "$draft" != - ]; then
+    eagle=(--speculative-algorithm EAGLE3 --speculative-draft-model-path "$draft" --speculative-num-steps 3
+        --speculative-eagle-topk 2 --speculative-num-draft-tokens 6)
+fi
+
 exec "$PYTHON" -m sglang.launch_server \
     --model-path "$target" \
-    --speculative-algorithm EAGLE3 \
-    --speculative-draft-model-path "$draft" \
-    --speculative-num-steps 3 \
-    --speculative-eagle-topk 2 \
-    --speculative-num-draft-tokens 6 \
+    "${eagle[@]}" \
     --tp-size "$tp" \
     --device cpu \
     --dtype float32 \

@@ -70,8 +70,19 @@ def measure(
         with output.replaying() as step:
             found, doubt = try_replay(checkpoint, ours, target, step=step)
         proven = None if found is None or found.order is None else (found.order, found.source)
+    # A server that was asked for its own boundaries is the best map of what its slots can be.
+    maps = [] if how.reference is None else [open_dump(how.reference)]
+    maps += [theirs] if theirs.facts.boundaries else []
     with output.measuring(len(theirs.tokens.token_ids)) as step:
-        case = study(ours, theirs, ids, floors=tuple(open_dump(path) for path in floors), proven=proven, step=step)
+        case = study(
+            ours,
+            theirs,
+            ids,
+            floors=tuple(open_dump(path) for path in floors),
+            references=tuple(maps),
+            proven=proven,
+            step=step,
+        )
         if ids is None and theirs.facts.draft is not None:
             ids = theirs.facts.draft.declared_ids
         declared = None if ids is None else declared_boundaries(ours.facts, theirs.facts, ids)

@@ -22,7 +22,8 @@ ReferenceOption: TypeAlias = Annotated[
     typer.Option(
         "--reference",
         metavar="DUMP",
-        help="Training files only: a dump with all boundaries, by which the stored blocks are recognised.",
+        help="A dump with all boundaries of the target: the blocks of training files are recognised by it, and compare "
+        "names by it what a slot holds that TRAINING does not store.",
     ),
 ]
 ReaderOption: TypeAlias = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -89,6 +89,10 @@ class Case:
     """Indexes into the alignment of the rows that in-memory tests use."""
     ordinary: torch.Tensor | None = None
     """The channels that are massive in no boundary; None where all are ordinary. Matches leave the massive ones out."""
+    borrowed: Mapping[Boundary, str] = field(default_factory=dict)
+    """Those of `boundaries` that the training side does not store, and the capture that they come from."""
+    remarks: tuple[str, ...] = ()
+    """What could not be borrowed, and why."""
 
     @property
     def slots(self) -> tuple[TensorCase, ...]:

@@ -54,7 +54,7 @@ def diagnose(case: Case, declared: tuple[Boundary, ...] | None = None) -> Report
         findings=findings,
         layers=Layers(
             trained=case.expectation.boundaries,
-            stored=tuple(case.boundaries),
+            stored=tuple(b for b in case.boundaries if b not in case.borrowed),
             served=case.served,
             declared=declared,
             trained_from=case.expectation.source,
@@ -172,6 +172,7 @@ def _coverage(case: Case) -> Coverage:
             f"the boundaries next to those of slot {', '.join(map(str, lonely))}: where layers change little, a "
             "shift by one could look right (dump training --boundaries all)"
         )
+    missing.extend(case.remarks)
     if case.alignment.unaligned:
         missing.append(
             f"{case.alignment.unaligned} serving rows that training does not hold (dump training --tokens-from SERVING "

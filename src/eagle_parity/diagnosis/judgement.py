@@ -28,8 +28,18 @@ class Judgement:
     best_median: float | None
 
 
-def judge(match: Match, expected: Boundary | None, limits: Mapping[Boundary, float], rows: str = "all") -> Judgement:
-    """Judge one tensor: `limits` holds, per boundary, the median relative L2 up to which it counts as that state."""
+def judge(
+    match: Match,
+    expected: Boundary | None,
+    limits: Mapping[Boundary, float],
+    rows: str = "all",
+    *,
+    stored: bool = True,
+) -> Judgement:
+    """Judge one tensor: `limits` holds, per boundary, the median relative L2 up to which it counts as that state.
+
+    `stored`: whether the training side itself stores the expected boundary; otherwise nothing can be called right.
+    """
     count = len(next(iter(match.rel_l2.values()), ()))
     medians = match.medians()
     best, runner_up = match.best, match.runner_up
@@ -49,7 +59,7 @@ def judge(match: Match, expected: Boundary | None, limits: Mapping[Boundary, flo
             return "fail"
         rival = runner_up if best == expected else best
         if rival is None or match.told_apart(expected, rival):
-            return "ok"
+            return "ok" if stored else "inconclusive"
         return "fail" if match.told_apart(rival, expected) else "inconclusive"
 
     return Judgement(rows, count, verdict(), best, expected_median, best_median)

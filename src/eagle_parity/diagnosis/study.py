@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from eagle_parity.alignment import matching
+from eagle_parity.alignment.borrowed import Borrowed, borrow, views_of
 from eagle_parity.alignment.channels import ordinary_channels, select
 from eagle_parity.alignment.matching import Comparison, Match, sample
 from eagle_parity.alignment.partial import PartialSum, find_partial_sum
@@ -46,14 +47,16 @@ def study(
     declared_ids: tuple[int, ...] | None = None,
     *,
     floors: tuple[Capture, ...] = (),
+    references: tuple[Capture, ...] = (),
     proven: tuple[tuple[Boundary, ...], str] | None = None,
     step: Callable[[int], None] | None = None,
 ) -> Case:
     """Measure a serving capture against a training capture.
 
-    `declared_ids` are the draft checkpoint's, `floors` serving captures known to be healthy, `proven` the order to
-    expect before any declared one, and who says so; `step` is called with the number of rows done. Raises InputError
-    for dumps of different models or the wrong way round, UsageError for a floor that shares no row.
+    `declared_ids` are the draft checkpoint's, `floors` serving captures known to be healthy, `references` captures that
+    stand in for boundaries which the training side lacks, `proven` the order to expect before any declared one, and who
+    says so; `step` is called with the number of rows done. Raises InputError for dumps of different models or the wrong
+    way round, UsageError for a floor that shares no row.
     """
     check_sides(training, serving)
     check_model(training, serving)
@@ -63,7 +66,10 @@ def study(
     )
     alignment = align(training.tokens, serving.tokens)
     expectation = expect(training.facts, serving.facts, declared_ids, proven)
-    views = matching.training_views(training)
+    for reference in references:
+        check_model(training, reference)
+    borrowed, remarks = borrow(training, references, alignment.training)
+    views = {**matching.training_views(training), **views_of(borrowed)}
     names = _tensor_names(training, serving)
     everything = np.arange(len(serving.tokens.token_ids), dtype=np.int64)
     studies = {name: study_ranks(serving, name, everything, hidden) for name in names}
@@ -108,6 +114,7 @@ def study(
         tensors.append(
             _tensor_case(
                 name,
+                borrowed,
                 studies[name],
                 parts[name],
                 sound[name],
@@ -121,7 +128,20 @@ def study(
                 ordinary,
             )
         )
-    return Case(training, serving, alignment, expectation, views, tuple(tensors), hidden, layers, probe, ordinary)
+    return Case(
+        training,
+        serving,
+        alignment,
+        expectation,
+        views,
+        tuple(tensors),
+        hidden,
+        layers,
+        probe,
+        ordinary,
+        {boundary: item.path for boundary, item in borrowed.items()},
+        remarks,
+    )
 
 
 def _tops(
@@ -336,6 +356,7 @@ def _distance(
 
 def _tensor_case(
     name: str,
+    borrowed: Mapping[Boundary, Borrowed],
     ranks: RankStudy,
     partial: PartialSum | None,
     sound: tuple[View | None, tuple[int, ...]],
@@ -349,9 +370,10 @@ def _tensor_case(
     ordinary: torch.Tensor | None,
 ) -> TensorCase:
     view, odd = sound
-    judgement = judge(match, expected, limits)
+    # What another capture says of a boundary can refute a slot, but the draft was trained on the training side's.
+    judgement = judge(match, expected, limits, stored=expected not in borrowed)
     parts = tuple(
-        judge(match.where(mask), expected, limits, situation)
+        judge(match.where(mask), expected, limits, situation, stored=expected not in borrowed)
         for situation, mask in strata(serving.tokens.requests, alignment.serving).items()
         if match.rel_l2
     )

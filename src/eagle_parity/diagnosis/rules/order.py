@@ -81,6 +81,11 @@ def wrong_order(case: Case) -> Iterator[Finding]:
                 "rel_l2_to_expected": medians.get(tensor.expected) if tensor.expected is not None else None,
                 "runner_up": tensor.match.runner_up,
                 "margin": tensor.match.margin,
+                **(
+                    {"boundary_from": case.borrowed[boundary]}
+                    if boundary is not None and boundary in case.borrowed
+                    else {}
+                ),
                 "served_order": served,
                 "expected_order": expected,
             },
@@ -165,7 +170,7 @@ def fix_ids(
 def boundary_missing(case: Case) -> Iterator[Finding]:
     """An expected boundary that the training side does not store, so nothing can be said against it."""
     for slot in case.slots:
-        if slot.expected is not None and slot.expected not in case.boundaries:
+        if slot.expected is not None and (slot.expected not in case.boundaries or slot.expected in case.borrowed):
             yield Finding(
                 "boundary-missing",
                 "warning",
@@ -173,5 +178,5 @@ def boundary_missing(case: Case) -> Iterator[Finding]:
                 f"capture it: dump training --boundaries all (or at least {slot.expected} and its neighbours)",
                 slot=slot.slot,
                 boundary=slot.expected,
-                evidence={"stored": list(case.boundaries)},
+                evidence={"stored": [b for b in case.boundaries if b not in case.borrowed]},
             )
