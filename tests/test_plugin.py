@@ -15,8 +15,10 @@ import torch
 
 from eagle_parity.captures import plugin as module
 from eagle_parity.captures.adapter import SGLANG, Place, missing
+from eagle_parity.captures.boundaries import Boundaries
 from eagle_parity.captures.plugin import Plugin, activate
 from eagle_parity.captures.spool import (
+    BOUNDARIES,
     CAPTURE_DIR,
     Header,
     Record,
@@ -71,11 +73,13 @@ def result(rows: int, *, graph: bool = False) -> SimpleNamespace:
 class Rig:
     """A plugin whose records can be read back."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, *, boundaries: Boundaries | None = None, group: tuple[int, int] = (0, 1)
+    ) -> None:
         self.directory = directory
         self.writer = SpoolWriter(directory, "aaaa", 0)
-        adapter = replace(SGLANG, place=lambda: Place(0, 2))
-        self.plugin = Plugin(adapter, directory, new_hello({}), writer=self.writer)
+        adapter = replace(SGLANG, place=lambda: Place(0, 2), splits_rows=lambda: group)
+        self.plugin = Plugin(adapter, directory, new_hello({}), writer=self.writer, boundaries=boundaries)
 
     def records(self) -> list[Record]:
         assert self.writer.flush()
@@ -161,6 +165,120 @@ class TestForward:
     def test_a_draft_that_reads_no_states_is_not_captured(self, rig: Rig) -> None:
         rig.plugin.after_forward(result(1), runner(draft=True), batch([PROBE], [1]))
         assert rig.records() == []
+
+
+class TestShards:
+    def test_a_rank_that_holds_a_part_of_the_tokens_says_which(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path, group=(1, 2))  # tokens 4..7 of 8
+        answer = result(4)
+        two = [probe_id(KEY, number) for number in range(3)]
+        rig.plugin.after_forward(answer, runner(), batch(two, [2, 4, 2]))
+        outside, across, inside = rig.records()
+        assert [record.tokens for record in (outside, across, inside)] == [2, 4, 2]
+        assert (list(outside.rows), list(across.rows), list(inside.rows)) == ([], [2, 3], [0, 1])
+        states = answer.logits_output.hidden_states
+        assert torch.equal(across.read(), states[:2])
+        assert torch.equal(inside.read(), states[2:])
+        assert outside.read().shape == (0, WIDTH)
+        assert across.integers("token_ids") == [102, 103, 104, 105]
+
+    def test_what_the_draft_of_such_a_rank_was_given(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path, group=(0, 2))
+        prefill = batch([PROBE], [4])
+        prefill.spec_info = SimpleNamespace(hidden_states=torch.ones(2, WIDTH))
+        rig.plugin.after_forward(result(1), runner(draft=True), prefill)
+        assert list(rig.records()[0].rows) == [0, 1]
+
+
+class Layers(torch.nn.Module):
+    """A target whose layers add one to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+        self.norm = torch.nn.RMSNorm(2)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            states = layer(states)
+        normed: torch.Tensor = self.norm(states)
+        return normed
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + 1
+
+
+class TestBoundaries:
+    @pytest.fixture
+    def watched(self, tmp_path: Path) -> tuple[Rig, SimpleNamespace]:
+        rig, target = Rig(tmp_path, boundaries=Boundaries()), runner()
+        target.model = Layers()
+        rig.plugin.after_init(None, target)
+        return rig, target
+
+    def forward(self, rig: Rig, target: SimpleNamespace, answer: Any, given: SimpleNamespace) -> None:
+        assert rig.plugin.before_forward(target, given) is None
+        with torch.no_grad():
+            target.model(torch.arange(2.0 * len(given.input_ids)).reshape(-1, 2))
+        rig.plugin.after_forward(answer, target, given)
+
+    def test_the_hello_names_them(self, watched: tuple[Rig, SimpleNamespace]) -> None:
+        (hello,) = read_hellos(watched[0].directory)
+        assert hello.boundaries == (*(f"boundary.{k}" for k in range(5)), "final.norm")
+
+    def test_beside_the_slots(self, watched: tuple[Rig, SimpleNamespace]) -> None:
+        self.forward(*watched, result(5), batch(["alice", PROBE], [2, 3]))
+        (record,) = watched[0].records()
+        assert set(record.states) == {"hidden", *(f"boundary.{k}" for k in range(5)), "final.norm"}
+        assert record.read("boundary.0").tolist() == [[4, 5], [6, 7], [8, 9]]
+        assert record.read("boundary.4").tolist() == [[8, 9], [10, 11], [12, 13]]
+
+    def test_of_a_target_without_a_draft(self, watched: tuple[Rig, SimpleNamespace]) -> None:
+        nothing = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=None), can_run_graph=False)
+        self.forward(*watched, nothing, batch([PROBE], [2], "DECODE"))
+        self.forward(*watched, nothing, batch([PROBE], [2]))
+        records = watched[0].records()
+        assert [(record.header.phase, "hidden" in record.states) for record in records] == [
+            ("decode", False),
+            ("prefill", False),
+        ]
+        assert records[1].read("boundary.1").tolist() == [[1, 2], [3, 4]]
+
+    def test_the_replay_of_a_graph_shows_none(self, watched: tuple[Rig, SimpleNamespace]) -> None:
+        rig, target = watched
+        given = batch([PROBE], [2])
+        rig.plugin.before_forward(target, given)
+        rig.plugin.after_forward(result(2, graph=True), target, given)
+        (record,) = rig.records()
+        assert (record.states, record.header.unseen) == (("hidden",), {})
+
+    def test_a_forward_that_failed_leaves_nothing_for_the_next(self, watched: tuple[Rig, SimpleNamespace]) -> None:
+        rig, target = watched
+        rig.plugin.before_forward(target, batch([PROBE], [2]))
+        self.forward(rig, target, result(2), batch(["alice"], [2]))
+        assert rig.records() == []
+        assert rig.plugin._boundaries is not None
+        assert rig.plugin._boundaries.end() == []
+
+    def test_a_target_that_cannot_be_hooked_is_a_gap(self, tmp_path: Path) -> None:
+        rig, target = Rig(tmp_path, boundaries=Boundaries()), runner()
+        target.model = torch.nn.Linear(2, 2)
+        rig.plugin.after_init(None, target)
+        (hello,) = read_hellos(tmp_path)
+        assert hello.boundaries is None
+        assert hello.gaps == ("no boundaries: ValueError: Linear has 0 modules with 4 layers and a norm of 2",)
+        rig.plugin.after_forward(result(2), target, batch([PROBE], [2]))
+        assert rig.records()[0].states == ("hidden",)
+
+    def test_hooks_survive_nonsense(self, watched: tuple[Rig, SimpleNamespace]) -> None:
+        assert watched[0].plugin.before_forward(None) is None
+        assert watched[0].plugin.before_forward(None, object()) is None
 
 
 class TestDraftExtend:
@@ -286,6 +404,26 @@ class TestActivation:
         assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.draft_extend]
         assert directory.stat().st_mode & 0o777 == 0o700
         assert read_hellos(directory) == []  # the rank is not known yet
+
+    def test_boundaries_are_hooked_where_the_server_was_started_for_them(
+        self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        adapter = replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={})
+        monkeypatch.setenv(BOUNDARIES, "all")
+        module._activate(tmp_path, adapter)
+        assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.forward, SGLANG.draft_extend]
+
+    def test_boundaries_that_are_none_are_a_gap(
+        self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Any] = []
+        monkeypatch.setenv(BOUNDARIES, "l3")
+        monkeypatch.setattr(module, "Plugin", lambda *args, **_: made.append(args[2]) or Plugin(*args))
+        module._activate(tmp_path, replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={}))
+        assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.draft_extend]
+        assert made[0].gaps == (
+            f"no boundaries: {BOUNDARIES}: expected all, or numbers and final.norm separated by commas, got 'l3'",
+        )
 
     def test_a_broken_contract_hooks_nothing_and_says_so(self, registry: Registry, tmp_path: Path) -> None:
         adapter = replace(SGLANG, needs={"json:JSONDecoder": ("decode", "hidden_states")})

@@ -6,8 +6,9 @@ from __future__ import annotations
 def own_rows(held: int, total: int, rank: int, size: int) -> range | None:
     """The tokens, of `total`, behind `held` rows on a rank of a group of `size`; None where that cannot be told.
 
-    A whole tensor may be padded at its end. SGLang splits rows as `tensor_split` does (layer_boundary/ops.py in 0.5.23,
-    communicator.py before), a padded batch into equal parts; the two agree wherever both fit.
+    SGLang splits rows as `tensor_split` does (layer_boundary/ops.py in 0.5.23, communicator.py before), a padded batch
+    into equal parts; the two agree wherever both fit. A whole tensor may be padded too, so the one row that each rank
+    has of a single token in a padded batch passes as that token.
     """
     if held >= total:
         return range(total)
