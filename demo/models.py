@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
@@ -58,7 +58,7 @@ def main() -> None:
     logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--arch", choices=("deepseek", "llama"), default="deepseek")
+    parser.add_argument("--arch", choices=("deepseek", "llama", "kimi"), default="deepseek")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 64 (default 128)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the target (default 6)")
     parser.add_argument("--seed", type=int, default=0)
@@ -88,11 +88,13 @@ def parse_draft(text: str) -> tuple[str, list[int]]:
 def write_target(path: Path, arch: str, hidden: int, layers: int, seed: int, dtype: torch.dtype) -> None:
     """Write weights, config and tokenizer of the target."""
     torch.manual_seed(seed)
-    model = deepseek(hidden, layers) if arch == "deepseek" else llama(hidden, layers)
+    model = llama(hidden, layers) if arch == "llama" else deepseek(hidden, layers)
     spread_out(model)
     model.to(dtype).save_pretrained(path)
-    if arch == "deepseek":
+    if arch != "llama":
         restore_published_keys(path / "config.json")
+    if arch == "kimi":
+        wrap_as_kimi(path)
     tokenizer().save_pretrained(path)
 
 
@@ -167,6 +169,35 @@ def restore_published_keys(path: Path) -> None:
     config |= {"rope_theta": YARN["rope_theta"], "rope_scaling": YARN}
     config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     write_json(path, config)
+
+
+def wrap_as_kimi(path: Path) -> None:
+    """Nest a DeepSeek-V3 target as Kimi-K2.5 does: under `language_model.`, beside a vision tower that has no weights.
+
+    SGLang serves text from it with --language-model-only, which needs no image processor.
+    """
+    weights = path / "model.safetensors"
+    save_file(
+        {f"language_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"}
+    )
+    text = json.loads((path / "config.json").read_text())
+    tower = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": 2,
+        "text_hidden_size": text["hidden_size"],
+    }
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text | {"model_type": "deepseek_v3"},
+        "vision_config": tower,
+        "media_placeholder_token_id": VOCABULARY - 1,
+        "dtype": text.get("dtype"),
+        **TOKEN_IDS,
+    }
+    write_json(path / "config.json", config)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -6,7 +6,7 @@ eager forward, and never run when a CUDA graph is replayed.
 A layer's output is no boundary: under tensor parallelism its sum over the ranks may still be owed. The stream is
 complete where the next layer has read it, so that is where it is copied, one of three ways after the layer's own make:
 
-- a stage boundary (SGLang 0.5.22 on): after `prepare`, the batch's residual stream holds it;
+- a stage boundary (SGLang 0.5.21 on): after `prepare`, the batch's residual stream holds it;
 - a layer communicator (before): `prepare_attn` returns it;
 - neither: the layer is given it, in one tensor or as a pair to be added. A tensor that SGLang marks as still to be
   summed is not recorded, and the record says so.
