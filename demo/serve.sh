@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Serve TARGET with the EAGLE-3 draft DRAFT: the real SGLang, on CPU cores, one process per tensor-parallel rank.
 #
-#   demo/serve.sh TARGET DRAFT [any argument of sglang.launch_server ...]      (DRAFT -: the target alone)
+#   demo/serve.sh TARGET DRAFT|none [any argument of sglang.launch_server ...]
 #
 # Environment: TP (ranks, default 2), PORT (default 30000), PYTHON (default: the repository's .venv, else python3).
 # float32, so that tokens can be compared exactly. No prefix cache, so that a prompt sent twice is computed twice.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-    echo "usage: $0 TARGET DRAFT [sglang arguments...]" >&2
+    echo "usage: $0 TARGET DRAFT|none [sglang arguments...]" >&2
     exit 2
 fi
 target=$1 draft=$2
@@ -35,15 +35,15 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # else gloo looks up the hos
 export SGLANG_NCCL_SO_PATH=/dev/null # a CUDA build of torch brings NCCL, which SGLang would load without a GPU
 export PYTHONPATH=$here/sglang_cpu/shim${PYTHONPATH:+:$PYTHONPATH}
 
-eagle=()
-if [ "$draft" != - ]; then
-    eagle=(--speculative-algorithm EAGLE3 --speculative-draft-model-path "$draft" --speculative-num-steps 3
-        --speculative-eagle-topk 2 --speculative-num-draft-tokens 6)
+speculation=()
+if [ "$draft" != none ]; then
+    speculation=(--speculative-algorithm EAGLE3 --speculative-draft-model-path "$draft" --speculative-num-steps 3)
+    speculation+=(--speculative-eagle-topk 2 --speculative-num-draft-tokens 6)
 fi
 
 exec "$PYTHON" -m sglang.launch_server \
     --model-path "$target" \
-    "${eagle[@]}" \
+    "${speculation[@]}" \
     --tp-size "$tp" \
     --device cpu \
     --dtype float32 \

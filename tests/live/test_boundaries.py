@@ -143,7 +143,7 @@ class TestDeepSeekWithADraft:
 
 def test_a_llama_without_a_draft(tmp_path: Path) -> None:
     models = make_models(tmp_path / "models", "llama")
-    with served(models, "-") as site:
+    with served(models, "none") as site:
         dump = dump_serving(site, tmp_path, "--boundaries", "all")
     assert (dump.facts.slots, dump.facts.draft) == (0, None)
     assert {request.phase for request in dump.tokens.requests} == {"prefill", "decode"}
