@@ -40,6 +40,9 @@ def borrow(
     found: dict[Boundary, Borrowed] = {}
     remarks = []
     for other in others:
+        lent = {b: view for b, view in training_views(other).items() if b not in stored and view.width == width}
+        if not lent:
+            continue
         common = align(training.tokens, other.tokens)
         index = np.full(len(training.tokens.token_ids), -1, dtype=np.int64)
         index[common.training] = common.serving
@@ -50,8 +53,8 @@ def borrow(
             )
             continue
         probe = common.serving[sample(len(common.serving), PROBE_ROWS)]
-        for boundary, view in training_views(other).items():
-            if boundary in stored or boundary in found or view.width != width:
+        for boundary, view in lent.items():
+            if boundary in found:
                 continue
             if study_ranks(other, view.name, probe, width).shape not in ("equal", "rounding", "one-rank"):
                 remarks.append(f"{view.name} of the reference {other.path}, whose ranks differ")

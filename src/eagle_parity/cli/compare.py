@@ -70,16 +70,13 @@ def measure(
         with output.replaying() as step:
             found, doubt = try_replay(checkpoint, ours, target, step=step)
         proven = None if found is None or found.order is None else (found.order, found.source)
-    # A server that was asked for its own boundaries is the best map of what its slots can be.
-    maps = [] if how.reference is None else [open_dump(how.reference)]
-    maps += [theirs] if theirs.facts.boundaries else []
     with output.measuring(len(theirs.tokens.token_ids)) as step:
         case = study(
             ours,
             theirs,
             ids,
             floors=tuple(open_dump(path) for path in floors),
-            references=tuple(maps),
+            references=sides.maps(how, theirs),
             proven=proven,
             step=step,
         )

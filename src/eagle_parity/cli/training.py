@@ -103,6 +103,14 @@ def open_side(path: Path, how: Files, model: Model | None = None) -> Capture:
     return readers.capture_training(open_files(path, how, model, limit=how.limit or readers.DIRECT_LIMIT))
 
 
+def maps(how: Files, serving: Capture) -> tuple[Capture, ...]:
+    """Captures that stand in for boundaries which the training side lacks: --reference, and what the server shows."""
+    from eagle_parity.dump import open_dump
+
+    given = () if how.reference is None else (open_dump(how.reference),)
+    return (*given, serving) if serving.facts.boundaries else given
+
+
 def open_files(path: Path, how: Files, model: Model | None, *, limit: int | None) -> Training:
     """Open training files, recognise their blocks, leave out samples that are not finite; says what it met."""
     from eagle_parity import readers

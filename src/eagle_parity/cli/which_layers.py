@@ -73,7 +73,8 @@ def measure(
         return declare_layers(ours, checkpoint, engine, found, doubt)
     known = trained_order(ours, found)
     with output.measuring(len(theirs.tokens.token_ids)) as step:
-        case = study(ours, theirs, checkpoint.declared_ids, proven=known, step=step)
+        references = sides.maps(how, theirs)
+        case = study(ours, theirs, checkpoint.declared_ids, references=references, proven=known, step=step)
         return compare_layers(case, checkpoint, found, doubt)
 
 
