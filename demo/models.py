@@ -51,6 +51,25 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+# What SGLang's Kimi processor asks a processor for before the first image, which never comes.
+KIMI_PROCESSOR = """
+from types import SimpleNamespace
+
+from transformers import AutoTokenizer, ProcessorMixin
+
+
+class TextOnly(ProcessorMixin):
+    def __init__(self, tokenizer):
+        self.tokenizer, self.image_processor, self.chat_template = tokenizer, None, tokenizer.chat_template
+        patches = {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 16, "patch_limit_on_one_side": 8}
+        self.media_processor = SimpleNamespace(
+            media_proc_cfg={**patches, "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        )
+
+    @classmethod
+    def from_pretrained(cls, path, **_):
+        return cls(AutoTokenizer.from_pretrained(path))
+"""
 
 
 def main() -> None:
@@ -174,7 +193,7 @@ def restore_published_keys(path: Path) -> None:
 def wrap_as_kimi(path: Path) -> None:
     """Nest a DeepSeek-V3 target as Kimi-K2.5 does: under `language_model.`, beside a vision tower that has no weights.
 
-    SGLang serves text from it with --language-model-only, which needs no image processor.
+    It serves text. SGLang wants a processor all the same, and Kimi's comes with its weights: --trust-remote-code.
     """
     weights = path / "model.safetensors"
     save_file(
@@ -194,10 +213,13 @@ def wrap_as_kimi(path: Path) -> None:
         "text_config": text | {"model_type": "deepseek_v3"},
         "vision_config": tower,
         "media_placeholder_token_id": VOCABULARY - 1,
+        "auto_map": {"AutoProcessor": "text_only.TextOnly"},
         "dtype": text.get("dtype"),
         **TOKEN_IDS,
     }
     write_json(path / "config.json", config)
+    (path / "text_only.py").write_text(KIMI_PROCESSOR)
+    write_json(path / "processor_config.json", {"auto_map": {"AutoProcessor": "text_only.TextOnly"}})
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

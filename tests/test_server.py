@@ -482,13 +482,23 @@ class TestCheck:
         write_hello(tmp_path, Hello("old", 1, "host", -5.0, rank=0, tp_size=2, error="it lacks x"))
         assert check(engine.server, tmp_path).hellos[0].process == "p0"
 
-    def test_only_replica_0_of_a_data_parallel_server(self, tmp_path: Path) -> None:
-        engine = Engine(tmp_path, info=INFO | {"dp_size": 2, "enable_dp_attention": True, "tp_size": 4})
+    @pytest.mark.parametrize(
+        "sizes",
+        [{"dp_size": 2}, {"dp_size": 1, "attn_dp_size": 2}],  # as before 0.5.23, as since
+    )
+    def test_only_replica_0_of_a_data_parallel_server(self, tmp_path: Path, sizes: dict[str, int]) -> None:
+        engine = Engine(tmp_path, info=INFO | {"enable_dp_attention": True, "tp_size": 4} | sizes)
         write_hello(tmp_path, Hello("x", 1, "host", 9.0, rank=2, tp_size=4, dp_rank=1))
         assert list(check(engine.server, tmp_path).hellos) == [0, 1]
 
 
 class TestCapture:
+    @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"dp_size": 1, "attn_dp_size": 2}])
+    def test_every_probe_goes_to_replica_0(self, tmp_path: Path, sizes: dict[str, int]) -> None:
+        engine = Engine(tmp_path, info=INFO | {"enable_dp_attention": True, "tp_size": 4} | sizes)
+        probe(engine)
+        assert [request["routed_dp_rank"] for request in engine.seen] == [0, 0]
+
     def test_prefill_first_then_verify_on_both_ranks(self, tmp_path: Path) -> None:
         recording, samples = probe(Engine(tmp_path), PROMPT, Prompt("second", token_ids=(20, 21)))
         assert [(s.id, s.phase, len(s.token_ids)) for s in samples] == [

@@ -153,11 +153,22 @@ def test_a_llama_without_a_draft(tmp_path: Path) -> None:
 def test_kimi_s_own_class(tmp_path: Path) -> None:
     """Layers nested under `language_model.`, served as text; the truth is the same weights as a DeepSeek-V3."""
     inner, models = make_models(tmp_path / "inner", "deepseek"), make_models(tmp_path / "models", "kimi")
-    with served(models, str(models / "draft"), "--language-model-only") as site:
+    with served(models, str(models / "draft"), "--trust-remote-code") as site:
         dump = dump_serving(site, tmp_path, "--boundaries", "all")
     assert dump.facts.model.architecture == "KimiK25ForConditionalGeneration"
     assert (dump.facts.model.hidden_size, dump.facts.model.num_layers, dump.facts.slots) == (128, LAYERS, 3)
     check_every_boundary(dump, inner / "target")
+
+
+def test_attention_that_is_data_parallel(tmp_path: Path) -> None:
+    """Each group of ranks has requests of its own: the dump is group 0's, and whole."""
+    models = make_models(tmp_path / "models", "deepseek")
+    with served(models, str(models / "draft"), "--attn-dp-size", "2") as site:
+        dump = dump_serving(site, tmp_path, "--boundaries", "all")
+    assert dump.ranks == (0,)
+    assert dump.facts.engine is not None
+    assert (dump.facts.engine.tp_size, dump.facts.engine.flags["attn_dp_size"]) == (2, 2)
+    check_every_boundary(dump, models / "target")
 
 
 @pytest.mark.slow

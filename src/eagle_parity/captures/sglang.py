@@ -52,6 +52,7 @@ FLAGS = (
     "device",
     "attention_backend",
     "enable_dp_attention",
+    "attn_dp_size",
     "attn_cp_size",
     "moe_a2a_backend",
     "moe_dense_tp_size",
@@ -227,8 +228,14 @@ def _expected(info: Mapping[str, Any], ranks: Mapping[int, Hello]) -> set[int]:
         return set(range(everyone))
     # Data-parallel attention splits the ranks into groups with tokens of their own; which ranks are in group 0, the
     # hellos say.
-    part = everyone // (_size(info.get("dp_size")) or 1)
+    part = everyone // _attention_groups(info)
     return set(ranks) if len(ranks) >= part else set(ranks) | set(range(part))
+
+
+def _attention_groups(info: Mapping[str, Any]) -> int:
+    """Groups of ranks whose attention has tokens of its own. 0.5.23 counts them apart; before, replicas did."""
+    groups = _size(info.get("attn_dp_size")) or 1
+    return max(groups, _size(info.get("dp_size")) or 1) if info.get("enable_dp_attention") else groups
 
 
 def estimate(site: Site, prompts: Sequence[Prompt], max_new_tokens: int) -> Plan:
@@ -337,7 +344,7 @@ def _ask(site: Site, prompt: Prompt, rid: str, max_new_tokens: int, warm_cache: 
         # A name space of its own in the prefix cache: a prefix that is already there would not be computed again, and
         # an uncomputed row cannot be captured.
         common["extra_key"] = rid
-    if (_size(site.info.get("dp_size")) or 1) > 1:
+    if (_size(site.info.get("dp_size")) or 1) * _attention_groups(site.info) > 1:
         common["routed_dp_rank"] = 0
     try:
         if prompt.messages is None:
