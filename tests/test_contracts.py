@@ -18,7 +18,8 @@ import torch
 from eagle_parity.captures import versions
 from eagle_parity.captures.adapter import SGLANG, Adapter, draft_facts, model_facts
 from eagle_parity.captures.versions import FAMILIES, NEWEST, OLDEST
-from eagle_parity.conventions.sglang import find_rule, parse_version, served
+from eagle_parity.conventions.sglang import RULES, find_rule, parse_version, served
+from eagle_parity.diagnosis.files import engine
 from tests.wheels import Source, source_of
 
 FAST = ("0.5.10", "0.5.13", "0.5.14", "0.5.23")
@@ -215,6 +216,8 @@ def words(source: Source, module: str) -> set[str]:
             found.add(node.attr)
         elif isinstance(node, ast.FunctionDef):
             found.add(node.name)
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
+            found.add(node.arg)
     return found
 
 
@@ -371,3 +374,59 @@ def test_another_rule_would_be_seen() -> None:
     assert claim is not None
     assert captured(source_of("0.5.23"), "LlamaForCausalLM", [2, 30, 58]) == claim.boundaries
     assert captured(source, "LlamaForCausalLM", [2, 30, 58]) != claim.boundaries
+
+
+# ------------------------------------------------------------------------------------------- what check says of versions
+
+MODULES = (
+    *(
+        "deepseek_v2",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "kimi_k25",
+        "llama",
+        "llama4",
+        "minimax_m2",
+        "minimax_m3_vl",
+    ),
+    *("mistral", "mllama4", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next"),
+)
+DRAFTS = {"llama": "llama_eagle3", "mla": "kimi_k25_eagle3"}
+LATE = {
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
+    "Gemma3ForCausalLM": "gemma3_causal",
+    "Gemma4ForConditionalGeneration": "gemma4_mm",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "KimiVLForConditionalGeneration": "kimi_vl",
+}
+
+
+def test_the_conventions_name_classes_that_exist() -> None:
+    source = source_of(NEWEST)
+    registered = (source.module(f"{SRT}.models.{path}") for path in MODULES)
+    defined = {node.name for tree in registered if tree for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert {name for rule in RULES for name in rule.architectures} - defined == set()
+
+
+@every_version
+def test_the_tables_of_check_agree_with_the_wheel(version: str) -> None:
+    source, number = source_of(version), parse_version(version)
+    for line in engine.SUPPORT:
+        module = f"{SRT}.models.{DRAFTS[line.style]}"
+        if line.feature == "this draft class":
+            assert (source.module(module) is not None) == (number >= line.since), line
+        elif line.feature in ("norm_before_fc", "fc_norm", "norm_output"):
+            known = source.module(module) is not None and line.feature in words(source, module)
+            assert known == (number >= line.since), line
+    for architecture, module in LATE.items():
+        setter = source.find(f"{SRT}.models.{module}", f"{architecture}.set_eagle3_layers_to_capture")
+        assert (setter is not None) == (number >= engine.CAPTURES_SINCE[architecture]), architecture
+    deferred = {"gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+    for module, architecture in deferred.items():
+        line = next(line for line in engine.EARLY_CAPTURE if architecture in line.architectures)
+        early = "_sglang_needs_allreduce_fusion" in words(source, f"{SRT}.models.{module}")
+        assert early == (number < line.until), architecture
+    late = "captured_last_layer_outputs" in words(source, f"{SRT}.models.deepseek_v2")
+    assert late == (number >= engine.EARLY_CAPTURE[0].until)

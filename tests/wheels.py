@@ -39,15 +39,24 @@ def source_of(version: str) -> Source:
 
 def wheel(version: str) -> Path:
     """A version's wheel. Skips the test where there is no network; in CI a skipped test is a failed one."""
+    found = _wheel(version)
+    if isinstance(found, str):
+        pytest.skip(f"the wheel of SGLang {version} cannot be downloaded: {found}")
+    return found
+
+
+@functools.cache
+def _wheel(version: str) -> Path | str:
+    """The file, or why there is none."""
     directory = cache_directory()
     if not list(directory.glob(f"sglang-{version}-*.whl")):
         directory.mkdir(parents=True, exist_ok=True)
-        # Any machine may read it, so say for which one it is.
+        # It is read and not run, so the machine that it is for need not be this one.
         of = ["--python-version", "3.11", "--platform", "manylinux_2_34_x86_64", "--only-binary", ":all:"]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *of, "-d", str(directory)]
         done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"the wheel of SGLang {version} cannot be downloaded: {done.stderr.strip()[-400:]}")
+            return done.stderr.strip()[-400:]
     (found,) = directory.glob(f"sglang-{version}-*.whl")
     return found
 

@@ -55,6 +55,7 @@ def site(models: Path) -> Iterator[tuple[Server, Path]]:  # noqa: F811
     serve = ["bash", str(ROOT / "demo" / "serve.sh"), str(models / "target"), str(models / "draft")]
     with pytest.MonkeyPatch.context() as patched:
         for name, value in {
+            "PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join(path),
             "SGLANG_PLUGINS": "eagle_parity,sglang_cpu_0_5_14",
             "TRITON_INTERPRET": "1",
