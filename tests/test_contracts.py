@@ -376,7 +376,7 @@ def test_another_rule_would_be_seen() -> None:
     assert captured(source, "LlamaForCausalLM", [2, 30, 58]) != claim.boundaries
 
 
-# ------------------------------------------------------------------------------------------- what check says of versions
+# ------------------------------------------------------------------------------------------ what check says of versions
 
 MODULES = (
     *(

@@ -6,8 +6,8 @@ compiled kernels on the token tree, which the stand-in for 0.5.23 has in plain t
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
-import sys
 from typing import Any
 
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
@@ -16,16 +16,11 @@ SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 def activate() -> None:
     """Register the hook; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang_cpu_plugin import end_with_children
 
     HookRegistry.register(SCHEDULER_INIT, take_stand_ins, HookType.BEFORE)
-    if not multiprocessing_child():
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-def multiprocessing_child() -> bool:
-    import multiprocessing
-
-    return multiprocessing.parent_process() is not None
+    if multiprocessing.parent_process() is None:
+        signal.signal(signal.SIGTERM, end_with_children)
 
 
 def take_stand_ins(*_: Any, **__: Any) -> None:
@@ -38,4 +33,4 @@ def take_stand_ins(*_: Any, **__: Any) -> None:
     sgl_kernel.verify_tree_greedy = sgl_kernel.verify_tree_greedy_cpu
     eagle_utils.sgl_build_tree_kernel_efficient = sgl_kernel.build_tree_kernel_efficient_cpu
     eagle_utils._is_cuda = cache_locs._is_cuda = True
-    torch.cuda.synchronize = lambda *_: None  # Llama models call it without asking what the device is
+    torch.cuda.synchronize = lambda *_: None  # Llama models call it, whatever the device
