@@ -349,7 +349,7 @@ SOUND: list[Case] = [
     Case(engine="0.5.10", flags=("--tp", "1", "--disable-cuda-graph")),
     Case(config=ids(1, 29, 57), engine="0.5.12", flags=("--tp", "1")),
     Case(config=ids(0, 3, 31)),
-    Case(config={"norm_before_fc": True}, tensors=INPUT_NORM, engine="0.5.18"),
+    Case(config={"norm_before_fc": True}, tensors=INPUT_NORM, engine="0.5.17"),
     Case(config={"fc_norm": True}, tensors=FC_NORM, engine="0.5.14"),
     Case(config={"draft_vocab_size": None}, tensors={"lm_head.weight": None, "d2t": None, "t2d": None}),
     Case(config={"bias": True}, tensors=BIAS),

@@ -14,8 +14,13 @@ import pytest
 import torch
 
 from eagle_parity.captures import plugin as module
+<<<<<<< HEAD
 from eagle_parity.captures.adapter import SGLANG, Place, missing
 from eagle_parity.captures.boundaries import Boundaries
+=======
+from eagle_parity.captures import versions
+from eagle_parity.captures.adapter import SGLANG, Adapter, Place, missing
+>>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
 from eagle_parity.captures.plugin import Plugin, activate
 from eagle_parity.captures.spool import (
     BOUNDARIES,
@@ -73,13 +78,23 @@ def result(rows: int, *, graph: bool = False) -> SimpleNamespace:
 class Rig:
     """A plugin whose records can be read back."""
 
+<<<<<<< HEAD
     def __init__(
         self, directory: Path, *, boundaries: Boundaries | None = None, group: tuple[int, int] = (0, 1)
     ) -> None:
+=======
+    def __init__(self, directory: Path, adapter: Adapter = SGLANG) -> None:
+>>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
         self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
         self.writer = SpoolWriter(directory, "aaaa", 0)
+<<<<<<< HEAD
         adapter = replace(SGLANG, place=lambda: Place(0, 2), splits_rows=lambda: group)
         self.plugin = Plugin(adapter, directory, new_hello({}), writer=self.writer, boundaries=boundaries)
+=======
+        adapter = replace(adapter, place=lambda: Place(0, 2))
+        self.plugin = Plugin(adapter, directory, new_hello({}), writer=self.writer)
+>>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
 
     def records(self) -> list[Record]:
         assert self.writer.flush()
@@ -295,6 +310,35 @@ class TestDraftExtend:
         assert record.read().tolist() == [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]]
         assert (record.integers("token_ids"), record.integers("accepted")) == ([4, 5, 6], [2])
 
+    def test_the_first_design_gives_accepted_rows_of_requests_that_go_on(self, tmp_path: Path) -> None:
+        """SGLang 0.5.10 to 0.5.12 without the overlapped scheduler: `bob` ended and gets none of the rows."""
+        for adapter, names in (
+            (versions.SGLANG_0_5_12, ("input_ids", "num_accept_tokens_cpu", [1, 3])),
+            (versions.SGLANG_0_5_11, ("verified_id", "num_accepted_tokens_cpu", [1, 3])),
+            (versions.SGLANG_0_5_10, ("verified_id", "accept_length_cpu", [0, 2])),
+        ):
+            tokens, counts, given = names
+            rig = Rig(tmp_path / counts / tokens, adapter)
+            states = {
+                "hidden_states": torch.arange(8.0).reshape(4, 2),
+                tokens: torch.tensor([1, 2, 3, 4]),
+                counts: given,
+            }
+            ended = {"alice": False, "bob": True, PROBE: False}
+            reqs = [SimpleNamespace(rid=rid, finished=lambda end=end: end) for rid, end in ended.items()]
+            rig.plugin.before_draft_extend(None, SimpleNamespace(reqs=reqs, spec_info=SimpleNamespace(**states)))
+            (record,) = rig.records()
+            assert (record.header.batch, record.header.forward_tokens) == (2, 4)
+            assert record.hidden().tolist() == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+            assert (record.integers("token_ids"), record.integers("accepted")) == ([2, 3, 4], [3])
+
+    def test_rows_that_do_not_add_up_are_lost_and_not_guessed(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path, versions.SGLANG_0_5_11)
+        given = SimpleNamespace(hidden_states=torch.zeros(4, 2), num_accepted_tokens_cpu=[1, 2], verified_id=None)
+        reqs = [SimpleNamespace(rid=PROBE, finished=lambda: False)]
+        rig.plugin.before_draft_extend(None, SimpleNamespace(reqs=reqs, spec_info=given))
+        assert "the draft is given 4 rows, [1, 2] of 1 requests" in str(rig.records()[0].header.reason)
+
 
 class TestSafety:
     def test_a_batch_without_probes_costs_a_prefix_test(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +432,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return made
 
 
+def fits(monkeypatch: pytest.MonkeyPatch, adapter: Adapter) -> None:
+    """Let the running version propose this adapter and no other."""
+    monkeypatch.setattr(versions, "FAMILIES", (((0,), adapter),))
+
+
 class TestActivation:
     def test_nothing_without_the_variable(self, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
         for value in (None, ""):
@@ -398,13 +447,17 @@ class TestActivation:
             activate()
         assert registry.targets == []
 
-    def test_hooks_are_registered_in_a_private_directory(self, registry: Registry, tmp_path: Path) -> None:
+    def test_hooks_are_registered_in_a_private_directory(
+        self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         directory = tmp_path / "new"
-        module._activate(directory, replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={}))
-        assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.draft_extend]
+        fits(monkeypatch, replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={}))
+        module._activate(directory)
+        assert registry.targets == [SGLANG.init, SGLANG.forward, *SGLANG.draft_extends]
         assert directory.stat().st_mode & 0o777 == 0o700
         assert read_hellos(directory) == []  # the rank is not known yet
 
+<<<<<<< HEAD
     def test_boundaries_are_hooked_where_the_server_was_started_for_them(
         self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -428,14 +481,24 @@ class TestActivation:
     def test_a_broken_contract_hooks_nothing_and_says_so(self, registry: Registry, tmp_path: Path) -> None:
         adapter = replace(SGLANG, needs={"json:JSONDecoder": ("decode", "hidden_states")})
         module._activate(tmp_path, adapter)
+=======
+    def test_a_broken_contract_hooks_nothing_and_says_so(
+        self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fits(monkeypatch, replace(SGLANG, needs={"json:JSONDecoder": ("decode", "hidden_states")}))
+        module._activate(tmp_path)
+>>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
         assert registry.targets == []
         (hello,) = read_hellos(tmp_path)
         assert hello.error == "it lacks 'hidden_states' in json:JSONDecoder"
         assert hello.versions["sglang"] == "9.9"
 
-    def test_a_version_without_the_draft_s_hook_captures_without(self, registry: Registry, tmp_path: Path) -> None:
+    def test_a_version_without_the_draft_s_hook_captures_without(
+        self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         absent = {"json:Nothing": ("x",)}
-        module._activate(tmp_path, replace(SGLANG, needs={}, needs_for_tree=absent, needs_for_draft=absent))
+        fits(monkeypatch, replace(SGLANG, needs={}, needs_for_tree=absent, needs_for_draft=absent))
+        module._activate(tmp_path)
         assert registry.targets == [SGLANG.init, SGLANG.forward]
 
     def test_activation_never_raises(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -443,6 +506,43 @@ class TestActivation:
         monkeypatch.setenv(CAPTURE_DIR, str(tmp_path / "file"))
         monkeypatch.setattr(module, "_activate", lambda *_: (_ for _ in ()).throw(OSError("no")))
         activate()
+
+
+class Engine:
+    """Something of SGLang's that is hooked."""
+
+    def forward(self, batch: list[int]) -> int:
+        return sum(batch)
+
+
+class TestWithoutPlugins:
+    """SGLang 0.5.10: no plugins, no registry; --forward-hooks calls a factory for the target and for the draft."""
+
+    def test_a_patch_runs_before_and_after_and_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(Engine, "forward", Engine.forward)  # put back at the end
+        target = f"{__name__}.Engine.forward"
+        versions.patch(target, lambda *args: calls.append(("before", *args)), "BEFORE")
+        versions.patch(target, lambda *args: calls.append(("after", *args)), "AFTER")
+        engine = Engine()
+        assert engine.forward([1, 2]) == 3
+        assert calls == [("before", engine, [1, 2]), ("after", 3, engine, [1, 2])]
+
+    def test_the_factory_activates_once_and_only_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        activated: list[int] = []
+        monkeypatch.setattr(module, "activate", lambda: activated.append(1))
+        module._activate_once.cache_clear()
+        for found, want in ((object(), 0), (None, 1), (None, 1)):
+            monkeypatch.setattr(module, "find_spec", lambda _, found=found: found)
+            assert module.hook_factory({}) is None
+            assert len(activated) == want
+        module._activate_once.cache_clear()
+
+    def test_the_runner_is_found_behind_the_worker(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path, versions.SGLANG_0_5_10)
+        rig.plugin.after_init(None, SimpleNamespace(model_runner=runner()))
+        (hello,) = read_hellos(tmp_path)
+        assert (hello.error, hello.rank, hello.model["hidden_size"]) == (None, 0, 2)
 
 
 class TestContract:

@@ -472,6 +472,18 @@ class TestCheck:
         ):
             check(engine.server, tmp_path)
 
+    def test_a_version_without_plugins_is_told_its_own_way(self, tmp_path: Path) -> None:
+        engine = Engine(tmp_path, ranks=(), info=INFO | {"version": "0.5.10.post1"})
+        with pytest.raises(EnvironmentFailure) as caught:
+            check(engine.server, tmp_path, started_here=True)
+        assert '"hook_factory": "eagle_parity.captures.plugin:hook_factory"' in caught.value.fix
+
+    def test_a_version_that_is_too_old(self, tmp_path: Path) -> None:
+        engine = Engine(tmp_path, info=INFO | {"version": "0.5.9"})
+        with pytest.raises(EnvironmentFailure, match=r"runs SGLang 0\.5\.9, which lacks request ids") as caught:
+            check(engine.server, tmp_path)
+        assert caught.value.fix.startswith("serve with SGLang 0.5.10 or later")
+
     def test_a_rank_without_the_plugin(self, tmp_path: Path) -> None:
         engine = Engine(tmp_path, ranks=(0,))
         with pytest.raises(EnvironmentFailure, match=r"the capture plugin runs on rank 0 and not on rank 1 of 2"):

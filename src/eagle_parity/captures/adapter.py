@@ -1,7 +1,7 @@
 """The seam between the plugin and SGLang: every name of SGLang's that a version may spell otherwise, and its contract.
 
-Importing this loads nothing of SGLang; `missing` does, and says what the running one lacks. A version that needs other
-names gets an Adapter of its own, made from this one with `dataclasses.replace`.
+Importing this loads nothing of SGLang; `missing` does, and says what the running one lacks. A family of versions that
+needs other names gets an Adapter of its own in `versions`, made from this one with `dataclasses.replace`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from inspect import isfunction, signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from eagle_parity.records import Phase
 
 if TYPE_CHECKING:
     import torch
+
+When: TypeAlias = Literal["BEFORE", "AFTER"]
 
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
@@ -41,9 +43,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the draft is given after a verify: rows [B * N, W], their next tokens, accepted counts [B]."""
+    """What the draft is given after a verify: rows [sum(lengths), W], their next tokens, accepted counts [B].
+
+    Of each request its accepted rows come first; the count includes the bonus token, which is the last row's next.
+    """
 
     rids: Sequence[str]
+    lengths: Sequence[int]
     hidden: torch.Tensor
     token_ids: torch.Tensor
     accepted: torch.Tensor
@@ -58,10 +64,13 @@ class Adapter:
 
     forward: str
     init: str
-    draft_extend: str
+    draft_extends: tuple[str, ...]
+    """The methods that give the draft the rows of a verify, each with (batch) or (batch, result)."""
     needs: Mapping[str, tuple[str, ...]]
     needs_for_tree: Mapping[str, tuple[str, ...]]
     needs_for_draft: Mapping[str, tuple[str, ...]]
+    runner: Callable[[Any], Any]
+    """The model runner of the object whose `init` has ended."""
     is_draft: Callable[[Any], bool]
     rids: Callable[[Any], Sequence[str]]
     phase: Callable[[Any], Phase | None]
@@ -75,6 +84,8 @@ class Adapter:
     place: Callable[[], Place]
     splits_rows: Callable[[], tuple[int, int]]
     """Rank and size of the group over which rows may be split: the attention's tensor-parallel group."""
+    hook: Callable[[str, Callable[..., Any], When], None]
+    """Lets a function run before or after the one at a path: BEFORE (*arguments), AFTER (result, *arguments)."""
 
 
 def _lengths(batch: Any, phase: Phase) -> Sequence[int]:
@@ -89,7 +100,10 @@ def _verdict(batch: Any, result: Any) -> Verdict | None:
     hidden = result.logits_output.hidden_states
     if hidden is None or result.accept_lens is None:
         return None
-    return Verdict([request.rid for request in batch.reqs], hidden, result.next_token_ids, result.accept_lens)
+    rids = [request.rid for request in batch.reqs]
+    # Every request has all of its tree's rows here: the tree's path was moved to the front.
+    lengths = [hidden.shape[0] // len(rids)] * len(rids)
+    return Verdict(rids, lengths, hidden, result.next_token_ids, result.accept_lens)
 
 
 def _place() -> Place:
@@ -123,11 +137,18 @@ def _splits_rows() -> tuple[int, int]:
         return 0, 1
 
 
-# Read in 0.5.23. The contract, not the version, decides whether it fits another one.
+def _register(target: str, hook: Callable[..., Any], when: When) -> None:
+    """SGLang applies the hook when all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, getattr(HookType, when))
+
+
+# Read in 0.5.14 to 0.5.23.
 SGLANG = Adapter(
     forward=f"{_RUNNER}.ModelRunner.forward",
     init=f"{_RUNNER}.ModelRunner.__init__",
-    draft_extend="sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
+    draft_extends=("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",),
     needs={
         f"{_RUNNER}:ModelRunner.forward": ("self", "forward_batch"),
         f"{_RUNNER}:ModelRunner.__init__": ("self", "model_config", "is_draft_worker"),
@@ -143,6 +164,8 @@ SGLANG = Adapter(
         f"{_BATCH}:ForwardMode": tuple(_PHASES),
         "sglang.srt.layers.logits_processor:LogitsProcessorOutput": ("hidden_states",),
         "sglang.srt.runtime_context:get_parallel": (),
+        "sglang.srt.plugins.hook_registry:HookRegistry": ("register",),
+        "sglang.srt.plugins.hook_registry:HookType": ("BEFORE", "AFTER"),
     },
     needs_for_tree={
         "sglang.srt.speculative.eagle_info:EagleVerifyInput": (
@@ -157,7 +180,9 @@ SGLANG = Adapter(
             "batch",
             "batch_result",
         ),
+        "sglang.srt.managers.utils:GenerationBatchResult": ("logits_output", "next_token_ids", "accept_lens"),
     },
+    runner=lambda runner: runner,
     is_draft=lambda runner: bool(runner.is_draft_worker),
     rids=lambda batch: batch.rids or (),
     phase=lambda batch: _PHASES.get(batch.forward_mode.name),
@@ -170,6 +195,7 @@ SGLANG = Adapter(
     verdict=_verdict,
     place=_place,
     splits_rows=_splits_rows,
+    hook=_register,
 )
 
 

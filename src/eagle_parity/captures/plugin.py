@@ -1,7 +1,8 @@
 """The SGLang plugin: in every rank of a server, copies what a probe request's forward hands to the draft.
 
-SGLang calls `activate` in each of its processes (entry point group `sglang.srt.plugins`). Nothing happens there unless
-EAGLE_PARITY_CAPTURE_DIR is set. Then, for requests whose id is a probe's and for no others:
+SGLang calls `activate` in each of its processes (entry point group `sglang.srt.plugins`); 0.5.10 has no plugins and
+calls `hook_factory`, which --forward-hooks names. Nothing happens unless EAGLE_PARITY_CAPTURE_DIR is set. Then, for
+requests whose id is a probe's and for no others:
 
 - after the target's `ModelRunner.forward`, which runs around CUDA-graph replays as well: the packed hidden states, the
   token ids, the positions, the draft tree;
@@ -20,10 +21,12 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_parity.captures.adapter import SGLANG, Adapter, Verdict, draft_facts, missing, model_facts
+from eagle_parity.captures.adapter import Adapter, Verdict, draft_facts, missing, model_facts
 from eagle_parity.captures.boundaries import Boundaries, Seen, parse
 from eagle_parity.captures.shard import common, own_rows
 from eagle_parity.captures.spool import (
@@ -40,6 +43,7 @@ from eagle_parity.captures.spool import (
     new_hello,
     write_hello,
 )
+from eagle_parity.captures.versions import choose
 
 if TYPE_CHECKING:
     import torch
@@ -58,17 +62,29 @@ def activate() -> None:
     if not directory:
         return
     try:
-        _activate(Path(directory), SGLANG)
+        _activate(Path(directory))
     except Exception:
         log.exception("eagle-parity: the capture plugin could not be activated; the server is not affected")
 
 
-def _activate(directory: Path, adapter: Adapter) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def hook_factory(_: Mapping[str, Any]) -> None:
+    """Activate the plugin in an SGLang without plugins, which calls this for the target and for the draft.
 
+    There is no hook on a module, so none is returned: SGLang says so in its log and goes on.
+    """
+    if find_spec("sglang.srt.plugins") is None:
+        _activate_once()
+
+
+@cache
+def _activate_once() -> None:
+    activate()
+
+
+def _activate(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     hello = new_hello(_versions())
-    lacks = missing(adapter.needs)
+    adapter, lacks = choose(hello.versions["sglang"])
     if lacks:
         write_hello(directory, replace(hello, error="it lacks " + "; ".join(lacks)))
         log.warning("eagle-parity: this SGLang lacks %s; nothing will be captured", "; ".join(lacks))
@@ -82,12 +98,12 @@ def _activate(directory: Path, adapter: Adapter) -> None:
         except ValueError as error:
             gaps.append(f"no boundaries: {BOUNDARIES}: {error}")
     plugin = Plugin(adapter, directory, replace(hello, gaps=tuple(gaps)), has_tree=not tree, boundaries=boundaries)
-    HookRegistry.register(adapter.init, plugin.after_init, HookType.AFTER)
+    adapter.hook(adapter.init, plugin.after_init, "AFTER")
     if boundaries is not None:
-        HookRegistry.register(adapter.forward, plugin.before_forward, HookType.BEFORE)
-    HookRegistry.register(adapter.forward, plugin.after_forward, HookType.AFTER)
-    if not draft:
-        HookRegistry.register(adapter.draft_extend, plugin.before_draft_extend, HookType.BEFORE)
+        adapter.hook(adapter.forward, plugin.before_forward, "BEFORE")
+    adapter.hook(adapter.forward, plugin.after_forward, "AFTER")
+    for target in () if draft else adapter.draft_extends:
+        adapter.hook(target, plugin.before_draft_extend, "BEFORE")
 
 
 def _versions() -> dict[str, str]:
@@ -123,9 +139,10 @@ class Plugin:
         self._writer = writer
         self._failed = False
 
-    def after_init(self, _: Any, runner: Any, *__: Any, **___: Any) -> None:
+    def after_init(self, _: Any, owner: Any, *__: Any, **___: Any) -> None:
         """A model was loaded: the rank is known now. Say hello, and say it again for the draft's model."""
         try:
+            runner = self._adapter.runner(owner)
             place = self._adapter.place()
             if self._adapter.is_draft(runner):
                 self._hello = replace(self._hello, draft=draft_facts(runner))
@@ -190,8 +207,8 @@ class Plugin:
             batch = args[0] if args else kwargs["batch"]
             wanted = _probes([request.rid for request in batch.reqs])
             if wanted:
-                result = args[1] if len(args) > 1 else kwargs["batch_result"]
-                self._capture_verdict(wanted, self._adapter.verdict(batch, result))
+                result = args[1] if len(args) > 1 else kwargs.get("batch_result")
+                self._capture_verdict(self._adapter.verdict(batch, result))
         except Exception as error:
             self._give_up(wanted, error)
 
@@ -251,15 +268,15 @@ class Plugin:
         whole = hidden.shape[0] >= total
         return range(total) if whole else own_rows(hidden.shape[0], total, *self._adapter.splits_rows())
 
-    def _capture_verdict(self, wanted: Sequence[tuple[int, str]], verdict: Verdict | None) -> None:
+    def _capture_verdict(self, verdict: Verdict | None) -> None:
         if verdict is None:
             return
-        each = verdict.hidden.shape[0] // len(verdict.rids)
-        for index, rid in wanted:
+        for index, rid in _probes(verdict.rids):
             if is_end(rid):
                 continue
-            rows = slice(index * each, (index + 1) * each)
-            header = Header(rid, "draft", "verify", batch=len(verdict.rids), forward_tokens=len(verdict.rids) * each)
+            begin = sum(verdict.lengths[:index])
+            rows = slice(begin, begin + verdict.lengths[index])
+            header = Header(rid, "draft", "verify", batch=len(verdict.rids), forward_tokens=sum(verdict.lengths))
             tensors = {
                 "hidden": verdict.hidden[rows].clone(),
                 "token_ids": verdict.token_ids[rows].clone(),

@@ -27,6 +27,7 @@ from eagle_parity.captures.spool import (
     probe_id,
     read_hellos,
 )
+from eagle_parity.captures.versions import NEWEST, OLDEST, installation, supported, too_old
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 from eagle_parity.records import (
     Boundary,
@@ -138,6 +139,12 @@ def check(
             fix="start it with --speculative-algorithm EAGLE3 and --speculative-draft-model-path; or record the states "
             "of the target itself with --boundaries all",
         )
+    version = str(info["version"])
+    if not supported(version):
+        raise EnvironmentFailure(
+            f"{server.url} runs SGLang {version}, which lacks {too_old(version)}",
+            fix=f"serve with SGLang {OLDEST} or later ({NEWEST} is the newest that was tried)",
+        )
     deadline = time.monotonic() + _HELLO_SECONDS
     while True:
         hellos = read_hellos(capture_dir)
@@ -151,13 +158,13 @@ def check(
     if not hellos:
         raise EnvironmentFailure(
             f"the server at {server.url} has left no sign of the capture plugin in {capture_dir}",
-            fix=_INSTALL + "." if started_here else restart_advice(),
+            fix=installation(version) if started_here else restart_advice(version),
         )
     broken = hellos[-1].error or next((hello.error for hello in ranks.values() if hello.error), None)
     if broken:
         raise EnvironmentFailure(
-            f"the capture plugin does not fit the server's SGLang {info['version']}: {broken}",
-            fix="serve with an SGLang that it knows (0.5.23), or install a newer eagle-parity beside the server",
+            f"the capture plugin does not fit the server's SGLang {version}: {broken}",
+            fix=f"serve with an SGLang that it knows ({OLDEST} to {NEWEST}), or install a newer eagle-parity beside it",
         )
     absent = sorted(expected - set(ranks))
     if absent:
@@ -197,18 +204,12 @@ def _shown(server: Server, hellos: Mapping[int, Hello], asked: Sequence[Boundary
     return tuple(name for name in shown if wanted is None or name in wanted)
 
 
-_INSTALL = (
-    "run `pip install eagle-parity` in the server's own Python environment (SGLANG_PLUGINS, where it is set, must name "
-    "eagle_parity)"
-)
-
-
-def restart_advice() -> str:
-    """How to get the plugin into a server."""
+def restart_advice(version: str | None = None) -> str:
+    """How to get the plugin into a server of a version."""
     return (
-        f"restart the server with the plugin: {_INSTALL}, start it with {CAPTURE_DIR}=DIR in its environment (DIR on a "
-        "disk that this machine sees too), and give --capture-dir DIR here; or let eagle-parity start it with "
-        "--launch -- CMD…"
+        f"restart the server with the plugin: {installation(version)}, start it with {CAPTURE_DIR}=DIR in its "
+        "environment (DIR on a disk that this machine sees too), and give --capture-dir DIR here; or let eagle-parity "
+        "start it with --launch -- CMD…"
     )
 
 

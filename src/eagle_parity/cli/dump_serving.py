@@ -195,7 +195,7 @@ def _site(
         raise EnvironmentFailure(
             f"{running.url} runs SGLang {version}, but neither --capture-dir nor {CAPTURE_DIR} says where its capture "
             "plugin writes",
-            fix=restart_advice(),
+            fix=restart_advice(version),
         )
     yield running, capture_dir
 

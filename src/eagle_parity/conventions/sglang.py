@@ -99,18 +99,18 @@ RULES: tuple[Rule, ...] = (
         "sglang 0.5.13 to 0.5.23, models/deepseek_v2.py (PR #25454)",
     ),
     Rule(DENSE_LIST, ANY, UNRELEASED, "id + 1", _plus_one, "sglang 0.5.9 to 0.5.23, models/llama.py, qwen3.py, …"),
-    Rule(("GptOssForCausalLM",), ANY, (0, 5, 18), "id + 1", _plus_one, "sglang 0.5.9 to 0.5.16, models/gpt_oss.py"),
+    Rule(("GptOssForCausalLM",), ANY, (0, 5, 17), "id + 1", _plus_one, "sglang 0.5.9 to 0.5.16, models/gpt_oss.py"),
     Rule(
         ("GptOssForCausalLM",),
-        (0, 5, 18),
+        (0, 5, 17),
         UNRELEASED,
         "the id itself if the largest is n, else id + 1",
         _literal_if_last_is_n,
-        "sglang 0.5.18 to 0.5.23, models/gpt_oss.py (PR #32334)",
+        "sglang 0.5.17 to 0.5.23, models/gpt_oss.py (PR #32334)",
         last_reachable=True,
     ),
     Rule(
-        ("MiniMaxM3ForConditionalGeneration",),
+        ("MiniMaxM3SparseForConditionalGeneration",),
         ANY,
         UNRELEASED,
         "id + 1",
@@ -191,7 +191,7 @@ def ids_for(
     return None
 
 
-LATER = ("0.5.13", "0.5.14", "0.5.18", NEWEST)  # the versions from which on another rule holds, or the embedding works
+LATER = ("0.5.13", "0.5.14", "0.5.17", NEWEST)  # the versions from which on another rule holds, or the embedding works
 
 
 def upgrade_for(

@@ -30,7 +30,7 @@ FAULTS: tuple[Fault, ...] = (
         "On paper: the flag, the weights and the version do not fit. In a dump: a slot is boundary k with unit RMS a"
         " token. Or the features match everywhere and acceptance is bad all the same.",
         "check --draft D --engine sglang==V; replay the draft with and without the norm.",
-        "Upgrade (norm_before_fc needs SGLang 0.5.18, fc_norm 0.5.12 for llama drafts and 0.5.13 for MLA), or set "
+        "Upgrade (norm_before_fc needs SGLang 0.5.17, fc_norm 0.5.12 for llama drafts and 0.5.13 for MLA), or set "
         "the flag that the weights need. norm_before_residual is not read by any SGLang version: serve with vLLM or "
         "retrain.",
         (

@@ -24,7 +24,7 @@ class Support:
 
 
 SUPPORT: tuple[Support, ...] = (
-    Support("norm_before_fc", "llama", (0, 5, 18), "models/llama_eagle3.py (PR #32334); absent in 0.5.16"),
+    Support("norm_before_fc", "llama", (0, 5, 17), "models/llama_eagle3.py (PR #32334); absent in 0.5.16"),
     Support("norm_before_fc", "mla", NEVER, "models/kimi_k25_eagle3.py: no occurrence in any wheel up to 0.5.23"),
     Support("fc_norm", "llama", (0, 5, 12), "models/llama_eagle3.py (PR #24663); absent in 0.5.11"),
     Support("fc_norm", "mla", (0, 5, 13), "models/kimi_k25_eagle3.py; absent in 0.5.12"),
@@ -78,7 +78,7 @@ EARLY_CAPTURE: tuple[EarlyCapture, ...] = (
     ),
     EarlyCapture(
         ("GptOssForCausalLM", "Glm4MoeForCausalLM"),
-        (0, 5, 22),
+        (0, 5, 21),
         (0, 5, 9),
         False,
         "gpt_oss.py and glm4_moe.py of 0.5.9 to 0.5.20: the same lines; nobody has reported or run it",
@@ -92,10 +92,10 @@ SCATTERED_GATHERED: Version = (0, 5, 14)  # layers/communicator.py, prepare_attn
 
 CAPTURES_SINCE: dict[str, Version] = {
     "KimiK25ForConditionalGeneration": (0, 5, 10),  # kimi_k25.py, PR #19689
-    "MiniMaxM3ForConditionalGeneration": (0, 5, 18),  # minimax_m3_vl.py
-    "Gemma3ForCausalLM": (0, 5, 13),
-    "Gemma4ForConditionalGeneration": (0, 5, 13),
-    "Qwen3VLForConditionalGeneration": (0, 5, 13),
+    "MiniMaxM3SparseForConditionalGeneration": (0, 5, 18),  # minimax_m3_vl.py
+    "Gemma3ForCausalLM": (0, 5, 12),
+    "Gemma4ForConditionalGeneration": (0, 5, 12),
+    "Qwen3VLForConditionalGeneration": (0, 5, 11),
     "KimiVLForConditionalGeneration": NEVER,  # kimi_vl.py has no set_eagle3_layers_to_capture up to 0.5.23
     "KimiK3ForConditionalGeneration": NEVER,  # only the DFlash and DSpark setters
 }

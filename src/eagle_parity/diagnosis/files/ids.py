@@ -206,7 +206,7 @@ def meaning(deployment: Deployment) -> Iterator[Problem]:
     if answer is None or ids is None or deployment.draft.dialect == "speculators":
         return
     others = {}
-    for version in ("0.5.12", "0.5.13", "0.5.18"):
+    for version in ("0.5.12", "0.5.13", "0.5.17"):
         other = served(ids, architecture=deployment.architecture, version=version, num_layers=deployment.layers)
         if other is not None and other.boundaries != answer.boundaries:
             others[version] = list(other.boundaries)

@@ -42,7 +42,7 @@ def _unsupported(deployment: Deployment, feature: str, what: str, key: tuple[str
 
 @check("norm-before-fc-known", "draft-norm", "sglang", source="sglang#32334, vllm#36545")
 def norm_before_fc_known(deployment: Deployment) -> Iterator[Problem]:
-    """One RMSNorm over the concatenation: since 0.5.18, for llama drafts."""
+    """One RMSNorm over the concatenation: since 0.5.17, for llama drafts."""
     if deployment.draft.norm_before_fc:
         what = "the draft has norm_before_fc (input_norm.weight)"
         key = _key(deployment, "norm_before_fc")
