@@ -111,16 +111,17 @@ class Model(torch.nn.Module):
     def run(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """One forward; the boundaries by arithmetic of its own."""
         layers, norm = self.language_model.layers, self.language_model.norm
-        batch = SimpleNamespace(residual_stream=SimpleNamespace(residual=None))
+        kept = SimpleNamespace(residual=None) if isinstance(layers[0], Staged) else None
+        batch = SimpleNamespace(residual_stream=kept)
         positions = torch.arange(len(states))
         want, stream = {"boundary.0": states.clone()}, states.clone()
-        if isinstance(layers[0], Staged):
+        if kept is not None:
             out: Any = states.clone()
             for k, layer in enumerate(layers, 1):
                 out = layer(positions, out, batch)
                 stream = stream + stream / 2 + 1
                 want[f"boundary.{k}"] = stream
-            norm(out.owed, batch.residual_stream.residual)
+            norm(out.owed, kept.residual)
         else:
             pair: tuple[torch.Tensor, torch.Tensor | None] = (states.clone(), None)
             for k, layer in enumerate(layers, 1):
@@ -211,6 +212,16 @@ class TestRefusals:
         assert seen.unseen["boundary.1"] == "its sum over the ranks was still owed where the layer is given it"
         assert set(seen.unseen) == {"boundary.1", "boundary.2", "boundary.3"}
 
+    def test_an_output_whose_residual_is_kept_with_the_batch_is_no_boundary(self) -> None:
+        """A stage boundary under a name that is not known: what the layer is given is a contribution alone."""
+        model = Model(Staged)
+        for layer in model.language_model.layers:
+            layer.entry_boundary, layer.attn_boundary = layer.attn_boundary, None
+            layer.forward = _renamed(layer)
+        seen = self.seen(model, watched(model))
+        assert set(seen.tensors) == {"final.norm", "boundary.3"}
+        assert "NotImplementedError: the batch keeps the stream" in seen.unseen["boundary.1"]
+
     def test_above_the_cap_nothing_more_is_copied(self) -> None:
         model = Model(Staged)
         seen = self.seen(model, watched(model, cap=2 * TOKENS * HIDDEN * 4))
@@ -249,6 +260,13 @@ class TestRefusals:
         model = Model(Staged)
         model.language_model.layers[0] = torch.nn.Identity()
         assert Boundaries().attach(model, LAYERS, HIDDEN)[0] == "boundary.1"
+
+
+def _renamed(layer: Any) -> Callable[..., Any]:
+    def forward(positions: torch.Tensor, hidden_states: Any, forward_batch: Any) -> Any:
+        return SimpleNamespace(owed=layer.entry_boundary.prepare(hidden_states, forward_batch) + 1)
+
+    return forward
 
 
 class TestRows:

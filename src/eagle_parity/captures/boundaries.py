@@ -152,6 +152,10 @@ class Boundaries:
         def hook(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if self._now is not None:
                 given = dict(zip(parameters, args, strict=False)) | dict(kwargs)
+                if getattr(given.get("forward_batch"), "residual_stream", None) is not None:
+                    raise NotImplementedError(
+                        "the batch keeps the stream, and this layer has no attn_boundary to read it"
+                    )
                 self._keep(name, given["hidden_states"], given.get("residual"))
 
         return self._guarded(name, hook)
