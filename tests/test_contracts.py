@@ -192,9 +192,10 @@ def test_the_place_is_read_from_what_is_there(version: str, monkeypatch: pytest.
     for module in (groups, attention):
         made = stub(module, **{f: call(module, f) for m, _, f in functions if m == module})
         setattr(sys.modules[module.rpartition(".")[0]], module.rpartition(".")[2], made)
-    stub(context, get_parallel=lambda: Seen(reads, context, **dict.fromkeys(("pp_size", "tp_size"), 2)))
+    stub(context, get_parallel=lambda: Seen(reads, context, **dict.fromkeys(("pp_size", "tp_size", "attn_tp_size"), 2)))
     place = adapter.place()
     assert (place.rank, place.tp_size) == ((1, 1) if functions else (0, 2))
+    assert adapter.splits_rows() == ((1, 1) if functions else (0, 2))
     for module, name in reads:
         if name == "dp_rank":  # newer than the rest, and zero where it is not there
             continue

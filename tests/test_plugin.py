@@ -14,13 +14,9 @@ import pytest
 import torch
 
 from eagle_parity.captures import plugin as module
-<<<<<<< HEAD
-from eagle_parity.captures.adapter import SGLANG, Place, missing
-from eagle_parity.captures.boundaries import Boundaries
-=======
 from eagle_parity.captures import versions
 from eagle_parity.captures.adapter import SGLANG, Adapter, Place, missing
->>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
+from eagle_parity.captures.boundaries import Boundaries
 from eagle_parity.captures.plugin import Plugin, activate
 from eagle_parity.captures.spool import (
     BOUNDARIES,
@@ -78,23 +74,19 @@ def result(rows: int, *, graph: bool = False) -> SimpleNamespace:
 class Rig:
     """A plugin whose records can be read back."""
 
-<<<<<<< HEAD
     def __init__(
-        self, directory: Path, *, boundaries: Boundaries | None = None, group: tuple[int, int] = (0, 1)
+        self,
+        directory: Path,
+        adapter: Adapter = SGLANG,
+        *,
+        boundaries: Boundaries | None = None,
+        group: tuple[int, int] = (0, 1),
     ) -> None:
-=======
-    def __init__(self, directory: Path, adapter: Adapter = SGLANG) -> None:
->>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.writer = SpoolWriter(directory, "aaaa", 0)
-<<<<<<< HEAD
-        adapter = replace(SGLANG, place=lambda: Place(0, 2), splits_rows=lambda: group)
+        adapter = replace(adapter, place=lambda: Place(0, 2), splits_rows=lambda: group)
         self.plugin = Plugin(adapter, directory, new_hello({}), writer=self.writer, boundaries=boundaries)
-=======
-        adapter = replace(adapter, place=lambda: Place(0, 2))
-        self.plugin = Plugin(adapter, directory, new_hello({}), writer=self.writer)
->>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
 
     def records(self) -> list[Record]:
         assert self.writer.flush()
@@ -329,7 +321,7 @@ class TestDraftExtend:
             rig.plugin.before_draft_extend(None, SimpleNamespace(reqs=reqs, spec_info=SimpleNamespace(**states)))
             (record,) = rig.records()
             assert (record.header.batch, record.header.forward_tokens) == (2, 4)
-            assert record.hidden().tolist() == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+            assert record.read().tolist() == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
             assert (record.integers("token_ids"), record.integers("accepted")) == ([2, 3, 4], [3])
 
     def test_rows_that_do_not_add_up_are_lost_and_not_guessed(self, tmp_path: Path) -> None:
@@ -457,14 +449,13 @@ class TestActivation:
         assert directory.stat().st_mode & 0o777 == 0o700
         assert read_hellos(directory) == []  # the rank is not known yet
 
-<<<<<<< HEAD
     def test_boundaries_are_hooked_where_the_server_was_started_for_them(
         self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        adapter = replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={})
+        fits(monkeypatch, replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={}))
         monkeypatch.setenv(BOUNDARIES, "all")
-        module._activate(tmp_path, adapter)
-        assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.forward, SGLANG.draft_extend]
+        module._activate(tmp_path)
+        assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.forward, *SGLANG.draft_extends]
 
     def test_boundaries_that_are_none_are_a_gap(
         self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -472,22 +463,18 @@ class TestActivation:
         made: list[Any] = []
         monkeypatch.setenv(BOUNDARIES, "l3")
         monkeypatch.setattr(module, "Plugin", lambda *args, **_: made.append(args[2]) or Plugin(*args))
-        module._activate(tmp_path, replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={}))
-        assert registry.targets == [SGLANG.init, SGLANG.forward, SGLANG.draft_extend]
+        fits(monkeypatch, replace(SGLANG, needs={}, needs_for_tree={}, needs_for_draft={}))
+        module._activate(tmp_path)
+        assert registry.targets == [SGLANG.init, SGLANG.forward, *SGLANG.draft_extends]
         assert made[0].gaps == (
             f"no boundaries: {BOUNDARIES}: expected all, or numbers and final.norm separated by commas, got 'l3'",
         )
 
-    def test_a_broken_contract_hooks_nothing_and_says_so(self, registry: Registry, tmp_path: Path) -> None:
-        adapter = replace(SGLANG, needs={"json:JSONDecoder": ("decode", "hidden_states")})
-        module._activate(tmp_path, adapter)
-=======
     def test_a_broken_contract_hooks_nothing_and_says_so(
         self, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fits(monkeypatch, replace(SGLANG, needs={"json:JSONDecoder": ("decode", "hidden_states")}))
         module._activate(tmp_path)
->>>>>>> e19b4e9 (test: SGLang 0.5.14 live on the CPU, through its Triton backend in Triton's interpreter; docs of the versions)
         assert registry.targets == []
         (hello,) = read_hellos(tmp_path)
         assert hello.error == "it lacks 'hidden_states' in json:JSONDecoder"

@@ -42,6 +42,12 @@ def _place() -> Place:
     )
 
 
+def _splits_rows() -> tuple[int, int]:
+    from sglang.srt.layers import dp_attention
+
+    return dp_attention.get_attention_tp_rank(), dp_attention.get_attention_tp_size()
+
+
 def _verdicts(tokens: str, counts: str, bonus: int) -> Callable[[Any, Any], Verdict | None]:
     """The getter for versions with both designs of the EAGLE worker.
 
@@ -101,8 +107,11 @@ SGLANG_0_5_13 = replace(
         f"{_GROUPS}:get_pipeline_model_parallel_world_size": (),
         f"{_ATTENTION}:get_attention_dp_rank": (),
         f"{_ATTENTION}:is_dp_attention_enabled": (),
+        f"{_ATTENTION}:get_attention_tp_rank": (),
+        f"{_ATTENTION}:get_attention_tp_size": (),
     },
     place=_place,
+    splits_rows=_splits_rows,
 )
 
 
