@@ -127,7 +127,7 @@ def _ask(
     server: Server, info: Mapping[str, Any], prompt: Prompt, rid: str, max_new_tokens: int, warm_cache: bool
 ) -> _Answer:
     common: dict[str, Any] = {"rid": rid} if warm_cache else {"rid": rid, "extra_key": rid}
-    if (info.get("dp_size") or 1) > 1:
+    if any((info.get(size) or 1) > 1 for size in ("dp_size", "attn_dp_size")):
         common["routed_dp_rank"] = 0
     if prompt.messages is not None:
         prompt = replace(prompt, messages=None, token_ids=_templated(server, info, prompt, common))
