@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eagle_parity.cli.dump_from import convert
+from eagle_parity.cli.dump_returned import record
 from eagle_parity.cli.output import say
 from eagle_parity.cli.training import parse_boundaries
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
@@ -57,6 +59,15 @@ def command(
     server: Annotated[
         str | None,
         typer.Option(metavar="URL", envvar="EAGLE_PARITY_SERVER", help="A server that runs with the capture plugin."),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="PATH",
+            help="Take what was recorded before, by SGLang's dumper, its --debug-tensor-dump-output-folder or "
+            "vLLM's hidden-states connector.",
+        ),
     ] = None,
     launch: Annotated[
         bool, typer.Option("--launch", help="Start a server with what follows `--`, and stop it at the end.")
@@ -116,18 +127,47 @@ def command(
 
     The server needs the capture plugin: eagle-parity installed in its Python environment, and
     EAGLE_PARITY_CAPTURE_DIR set when it starts; for --boundaries, EAGLE_PARITY_CAPTURE_BOUNDARIES=all as well. --launch
-    sets both.
+    sets both. A server without it still gives the states of one rank if it was started with
+    --enable-return-hidden-states; --from takes what was recorded before.
     """
     from eagle_parity.dump import DEFAULT_CAP, check_target
 
     words = server_command or []
+    if source is not None:
+        _check_alone(server is not None or launch or bool(words), prompts, boundaries)
+        check_target(output, overwrite=overwrite)
+        convert(source, tokens_from, output, limit, max_bytes or DEFAULT_CAP, overwrite=overwrite)
+        return
     _check_choice(server, launch, words, prompts, tokens_from)
     chosen = _boundaries(boundaries)
     check_target(output, overwrite=overwrite)
     wanted = _prompts(prompts, tokens_from)[:limit]
+    bare = None if server is None or boundaries.strip() else _without_plugin(server, capture_dir, timeout)
+    if bare is not None:
+        record(
+            *bare,
+            wanted,
+            output,
+            tokens_from=tokens_from,
+            max_new_tokens=max_new_tokens,
+            warm_cache=warm_cache,
+            cap=max_bytes or DEFAULT_CAP,
+            overwrite=overwrite,
+        )
+        return
     with _site(server, words, capture_dir, timeout, boundaries) as (running, directory):
         probing = _Probing(max_new_tokens, warm_cache, launch, chosen)
         _record(running, directory, wanted, probing, output, max_bytes or DEFAULT_CAP, overwrite)
+
+
+def _check_alone(live: bool, prompts: Path | None, boundaries: str) -> None:
+    """--from stands alone, but for --tokens-from."""
+    unwanted = "--server and --launch" if live else "--prompts" if prompts else "--boundaries" if boundaries else None
+    if unwanted is not None:
+        raise UsageError(
+            f"--from takes all states that were recorded before: {unwanted} can change nothing about them",
+            fix=f"leave out {unwanted}; --tokens-from may give token ids that were not recorded",
+        )
 
 
 def _check_choice(
@@ -136,7 +176,8 @@ def _check_choice(
     if launch == (server is not None):
         raise UsageError(
             "give either --server URL or --launch -- CMD…" + (", not both" if launch else ""),
-            fix="--server records from a server that runs already, --launch starts one",
+            fix="--server records from a server that runs already, --launch starts one, --from PATH takes what was "
+            "recorded before",
         )
     if launch and not words:
         raise UsageError(
@@ -176,6 +217,19 @@ def _prompts(path: Path | None, tokens_from: Path | None) -> list[Prompt]:
     return [Prompt(sequence.id, token_ids=sequence.token_ids) for sequence in found.sequences]
 
 
+def _without_plugin(url: str, capture_dir: Path | None, timeout: float) -> tuple[Server, Mapping[str, Any]] | None:
+    """A server that must be asked over HTTP alone, and its facts: no plugin has said hello, and it gives states."""
+    from eagle_parity.captures.returned import allows
+    from eagle_parity.captures.server import API_KEY, connect
+    from eagle_parity.captures.spool import read_hellos
+
+    if capture_dir is not None and read_hellos(capture_dir):
+        return None
+    running = connect(url, timeout=timeout, api_key=os.environ.get(API_KEY))
+    info = running.info()
+    return (running, info) if allows(info) else None
+
+
 @contextmanager
 def _site(
     server: str | None, words: list[str], capture_dir: Path | None, timeout: float, boundaries: str
@@ -189,13 +243,14 @@ def _site(
         return
     running = connect(server, timeout=timeout, api_key=os.environ.get(API_KEY))
     if capture_dir is None:
+        from eagle_parity.captures.returned import FLAG
         from eagle_parity.captures.sglang import restart_advice
 
         version = running.info()["version"]
         raise EnvironmentFailure(
             f"{running.url} runs SGLang {version}, but neither --capture-dir nor {CAPTURE_DIR} says where its capture "
             "plugin writes",
-            fix=restart_advice(version),
+            fix=f"{restart_advice(version)}. A server started with {FLAG} gives the states of one rank without it",
         )
     yield running, capture_dir
 
