@@ -95,7 +95,7 @@ def open_dump(path: Path | str) -> Dump:
         raise NotADumpError(f"{path} is not a dump directory", fix="give the directory that holds manifest.json")
     manifest_path = path / manifest.NAME
     if not manifest_path.is_file():
-        if path.name.endswith(".partial") or (path / "tokens.safetensors").exists() or _rank_files(path):
+        if path.name.endswith(".partial") or (path / "tokens.safetensors").exists() or rank_files(path):
             raise NotADumpError(
                 f"{path} is an unfinished dump: it has no {manifest.NAME}",
                 fix="its writer was interrupted; capture again",
@@ -116,7 +116,8 @@ def open_dump(path: Path | str) -> Dump:
     return Dump(str(path), replace(facts, boundaries=tuple(numbers)), tokens, tensors)
 
 
-def _rank_files(path: Path) -> dict[int, list[Path]]:
+def rank_files(path: Path) -> dict[int, list[Path]]:
+    """The files of each rank, in the order in which its tensors go on."""
     found: dict[int, list[tuple[int, Path]]] = {}
     for file in path.iterdir():
         match = _RANK_FILE.fullmatch(file.name)
@@ -190,7 +191,7 @@ def _check_structure(path: Path, positions: IntArray, parents: IntArray | None) 
 
 
 def _ranks(path: Path, count: int) -> dict[int, dict[str, _Tensor]]:
-    files = _rank_files(path)
+    files = rank_files(path)
     if not files:
         raise InputError(f"{path}: no rank-NNNN.safetensors", fix="capture again, or copy the whole directory")
     return {rank: _tensors([open_tensorfile(file) for file in paths], count) for rank, paths in files.items()}
