@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_parity.dump.opened import Dump, rank_files
+from eagle_parity.dump.opened import Dump
 from eagle_parity.dump.writer import DEFAULT_CAP, check_room, check_target, claim, publish
 from eagle_parity.errors import InputError, UsageError
 from eagle_parity.records import Facts, IntArray, Request
@@ -31,8 +31,8 @@ class Merged:
     facts: Facts
     requests: tuple[Request, ...]
     tokens: Path
-    sources: Mapping[int, Dump]
-    """rank -> the dump that its files are taken from, ascending."""
+    ranks: Mapping[int, Sequence[Path]]
+    """rank -> its files, ascending."""
     warnings: tuple[str, ...]
 
 
@@ -73,15 +73,14 @@ def plan_merge(parts: Sequence[Dump]) -> Merged:
         source=replace(first.facts.source, detail=_detail(parts)),
         missing_ranks=tuple(missing),
     )
-    ordered = {rank: sources[rank] for rank in sorted(sources)}
+    ordered = {rank: sources[rank].files[rank] for rank in sorted(sources)}
     return Merged(facts, first.tokens.requests, Path(first.path) / "tokens.safetensors", ordered, tuple(warnings))
 
 
 def write_merge(merged: Merged, output: Path, *, overwrite: bool = False, cap: int = DEFAULT_CAP) -> None:
     """Write a merged dump, atomically. Raises UsageError for the target, EnvironmentFailure for the disk."""
     check_target(output, overwrite=overwrite)
-    files = [file for rank, part in merged.sources.items() for file in rank_files(Path(part.path))[rank]]
-    files.append(merged.tokens)
+    files = [merged.tokens, *(file for own in merged.ranks.values() for file in own)]
     check_room(sum(file.stat().st_size for file in files), output, cap)
     partial = output.with_name(output.name + ".partial")
     claim(partial)
