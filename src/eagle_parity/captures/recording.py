@@ -104,9 +104,9 @@ def _check_processes(site: Site, found: Mapping[int, Mapping[int, Sequence[Recor
         others = {r.header.process for records in probes.values() for r in records} - {hello.process}
         if others:
             raise EnvironmentFailure(
-                f"the server was restarted during the capture: rank {rank} was process {hello.pid} on {hello.host} "
-                "before the first probe, and records came from another one",
-                fix="capture again while the server stays up; two servers must not share a capture directory",
+                f"records of rank {rank} came from another process than the one that was there before the first probe, "
+                f"{hello.pid} on {hello.host}: the server was restarted, or two servers share {site.capture_dir}",
+                fix="capture again while the server stays up; give each server a capture directory of its own",
             )
 
 
