@@ -111,6 +111,15 @@ def test_missing_ranks_are_named(part: Callable[..., Path], run: Any, tmp_path: 
     assert open_dump(tmp_path / "out").facts.missing_ranks == (2, 3)
 
 
+def test_inspect_names_them_too(part: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = part("a", 0, missing_ranks=[1, 2])
+    assert main(["inspect", str(path)]) == 0
+    assert "0 (missing: 1, 2; dump merge adds them)" in capsys.readouterr().out
+    assert main(["inspect", str(path), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["run"], document["ranks"], document["missing_ranks"]) == (RUN, [0], [1, 2])
+
+
 def test_dumps_that_name_no_run(part: Callable[..., Path], run: Any) -> None:
     """A dump that somebody else wrote: the tensor-parallel size tells which ranks there should be."""
     one, two = part("a", 0, run=None, missing_ranks=[]), part("b", 1, run=None, missing_ranks=[])
