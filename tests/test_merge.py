@@ -305,6 +305,8 @@ class TestTwoHosts:
         out, want = open_dump(tmp_path / "out"), open_dump(tmp_path / "want")
         assert out.tokens.requests == want.tokens.requests
         assert (out.facts.engine, out.facts.draft, out.facts.missing_ranks) == (want.facts.engine, want.facts.draft, ())
+        assert str(out.facts.source.detail).startswith("rank 0: slots are what ")
+        assert "; rank 1: slots are what " in str(out.facts.source.detail)
         assert list((tmp_path / "copy").glob("*.safetensors"))  # a copy is read and left alone
 
     def parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

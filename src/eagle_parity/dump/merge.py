@@ -229,11 +229,8 @@ def _expected(part: Dump) -> set[int]:
 
 
 def _detail(parts: Sequence[Dump]) -> str | None:
-    """What the parts say about their slots, each thing once, with its ranks where they differ."""
-    said: dict[str, list[int]] = {}
-    for part in parts:
-        if part.facts.source.detail:
-            said.setdefault(part.facts.source.detail, []).extend(part.ranks)
+    """What the parts say about their slots; each spoke of its own ranks."""
+    said = {part.ranks: part.facts.source.detail for part in parts if part.facts.source.detail}
     if len(said) < 2:
-        return next(iter(said), None)
-    return "; ".join(f"ranks {', '.join(map(str, sorted(set(ranks))))}: {text}" for text, ranks in said.items())
+        return next(iter(said.values()), None)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for ranks, text in said.items())
