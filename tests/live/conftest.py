@@ -29,6 +29,7 @@ CHUNK = 32  # so that a prompt of 61 tokens takes two forwards
 LONG = list(range(100, 161))
 SHORT = [5, 6, 7, 8, 9]
 TEXTS = (("long", LONG), ("short", SHORT))
+NEW_TOKENS = 12  # in each of a dump's answers
 ANSWER = {10, 20}  # all that the target ever says
 BOUNDARIES = (2, 3, 5)  # what the draft's declared ids 1, 2, 4 mean for this target on this version
 TOLERANCE = 1e-5  # relative, float32, two implementations
@@ -152,7 +153,7 @@ def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFac
 def quiet(dump_serving: Callable[..., Dump]) -> Dump:
     """A dump made while nobody else uses the server."""
     lines = [{"id": label, "token_ids": token_ids} for label, token_ids in TEXTS]
-    return dump_serving(*lines, options=("--max-new-tokens", "12"))
+    return dump_serving(*lines, options=("--max-new-tokens", str(NEW_TOKENS)))
 
 
 States = Callable[[list[int]], list[torch.Tensor]]

@@ -23,6 +23,7 @@ from eagle_parity.dump import Dump, open_dump
 from tests.live.conftest import (
     ANSWER,
     LONG,
+    NEW_TOKENS,
     SHORT,
     TEXTS,
     TOLERANCE,
@@ -107,7 +108,7 @@ def test_of_64_concurrent_clients_nothing_is_recorded(
     with spied(capture_dir) as recorded, traffic(server) as answers:
         while len(answers) < len(FOREIGN) // 2:  # the server is full
             time.sleep(0.1)
-        busy = dump_serving(*lines, options=("--max-new-tokens", "12"))
+        busy = dump_serving(*lines, options=("--max-new-tokens", str(NEW_TOKENS)))
     assert len(answers) >= len(FOREIGN)  # each was served
     assert all(len(said) == 4 and set(said) <= ANSWER for said in answers)
     assert max(request.batch for request in busy.tokens.requests) > 8
@@ -121,7 +122,7 @@ def test_of_64_concurrent_clients_nothing_is_recorded(
         check_prefill(busy, label, token_ids, reference)
         _, trees, said = check_trees(busy, label, token_ids, reference)
         assert trees
-        assert said >= 11
+        assert said >= NEW_TOKENS - 1
     theirs = [torch.cat(states) for states in zip(*(reference(token_ids) for token_ids in FOREIGN), strict=True)]
     count = len(busy.tokens.token_ids)
     for slot, states in enumerate(theirs):
