@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from eagle_parity.captures import recording, sglang
 from eagle_parity.captures import server as server_module
-from eagle_parity.captures.spool import SpoolWriter
+from eagle_parity.captures.spool import Header, SpoolWriter
 from eagle_parity.cli.main import main
 from eagle_parity.dump import merge, open_dump
 from tests.synthetic import Net, serving_spec, training_spec
-from tests.test_server import Engine
+from tests.test_server import HIDDEN, Engine
 
 RUN = "0123456789abcdef"
 
@@ -245,6 +246,28 @@ def test_the_cap(part: Callable[..., Path], run: Any) -> None:
     assert "the cap is 1000 B" in said
 
 
+class ShowsBoundaries(SpoolWriter):
+    """A rank that also shows boundaries, in prefill and not in the replay of a graph."""
+
+    def submit(self, header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
+        if header.kind == "target" and header.phase == "prefill":
+            states = tensors["hidden"][:, :HIDDEN]
+            tensors = {**tensors, "boundary.2": states + 2, "final.norm": states / 3}
+        super().submit(header, tensors)
+
+
+class HoldsHalf(SpoolWriter):
+    """A rank of two that holds one half of each forward's rows."""
+
+    def submit(self, header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
+        if "hidden" in tensors:
+            count = len(tensors["hidden"])
+            begin, end = (0, count // 2) if self._rank == 0 else (count // 2, count)
+            header = replace(header, rows=(begin, end))
+            tensors = {**tensors, "hidden": tensors["hidden"][begin:end].clone()}
+        super().submit(header, tensors)
+
+
 class TestTwoHosts:
     """A server over two hosts without a shared disk: rank 1 writes into a capture directory of its own."""
 
@@ -253,12 +276,25 @@ class TestTwoHosts:
         monkeypatch.setattr(sglang, "_HELLO_SECONDS", 0.2)
         monkeypatch.setattr(recording, "_RECORD_SECONDS", 2.0)
 
-    def engine(self, base: Path, **options: Any) -> Engine:
-        for host in ("head", "other"):
+    def engine(
+        self,
+        base: Path,
+        writer: type[SpoolWriter] = SpoolWriter,
+        *,
+        hosts: Sequence[str] = ("head", "other"),
+        **options: Any,
+    ) -> Engine:
+        for host in dict.fromkeys(hosts):
             (base / host).mkdir(parents=True)
-        engine = Engine(base / "head", **options)
-        engine.writers[1] = SpoolWriter(base / "other", "abc1", 1)
-        (base / "head" / "hello-p1.json").rename(base / "other" / "hello-p1.json")
+        engine = Engine(base / hosts[0], **options)
+        if writer is ShowsBoundaries:
+            engine.hello(boundaries=("boundary.2", "final.norm"))
+        engine.writers = {rank: writer(base / host, f"abc{rank}", rank) for rank, host in enumerate(hosts)}
+        for rank, host in enumerate(hosts):
+            path = base / hosts[0] / f"hello-p{rank}.json"
+            hello = json.loads(path.read_text()) | {"process": f"abc{rank}"}
+            path.unlink()
+            (base / host / f"hello-abc{rank}.json").write_text(json.dumps(hello))
         return engine
 
     def capture(self, engine: Engine, output: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
@@ -282,7 +318,17 @@ class TestTwoHosts:
         assert "the capture plugin runs on rank 0 and not on rank 1 of 2" in said
         assert "capture with --allow-missing-ranks and add the other hosts' capture directories" in said
 
-    @pytest.mark.parametrize("options", [{}, {"chunk": 2}, {"draft_differs": True}, {"draft_seen": False}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"chunk": 2},
+            {"draft_differs": True},
+            {"draft_seen": False},
+            {"writer": ShowsBoundaries},
+            {"writer": HoldsHalf},
+        ],
+    )
     def test_the_other_host_s_directory_is_merged_in(
         self,
         tmp_path: Path,
@@ -290,10 +336,11 @@ class TestTwoHosts:
         capsys: pytest.CaptureFixture[str],
         options: dict[str, Any],
     ) -> None:
-        (tmp_path / "shared").mkdir()
-        assert self.capture(Engine(tmp_path / "shared", **options), tmp_path / "want", monkeypatch) == 0
+        more = ["--boundaries", "all"] if options.get("writer") is ShowsBoundaries else []
+        shared = self.engine(tmp_path, hosts=("shared", "shared"), **options)
+        assert self.capture(shared, tmp_path / "want", monkeypatch, *more) == 0
         engine = self.engine(tmp_path, **options)
-        assert self.capture(engine, tmp_path / "part", monkeypatch, "--allow-missing-ranks") == 0
+        assert self.capture(engine, tmp_path / "part", monkeypatch, "--allow-missing-ranks", *more) == 0
         assert engine.writers[1].flush()
         said = " ".join(capsys.readouterr().err.split())
         assert f"rank 1 wrote on another host and is not in {tmp_path}/part" in said
@@ -304,9 +351,10 @@ class TestTwoHosts:
             assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
         out, want = open_dump(tmp_path / "out"), open_dump(tmp_path / "want")
         assert out.tokens.requests == want.tokens.requests
+        assert out.facts.boundaries == want.facts.boundaries == ((2,) if more else ())
         assert (out.facts.engine, out.facts.draft, out.facts.missing_ranks) == (want.facts.engine, want.facts.draft, ())
-        assert str(out.facts.source.detail).startswith("rank 0: slots are what ")
-        assert "; rank 1: slots are what " in str(out.facts.source.detail)
+        assert str(out.facts.source.detail).startswith("rank 0: ")
+        assert "; rank 1: " in str(out.facts.source.detail)
         assert list((tmp_path / "copy").glob("*.safetensors"))  # a copy is read and left alone
 
     def parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

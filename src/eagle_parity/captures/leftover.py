@@ -18,7 +18,7 @@ from eagle_parity.captures.server import Server
 from eagle_parity.captures.sglang import Site
 from eagle_parity.captures.spool import END, Hello, Record, Spool
 from eagle_parity.errors import InputError
-from eagle_parity.records import Capture, Facts, Request, Tokens
+from eagle_parity.records import FINAL_NORM, Capture, Request, Tokens
 
 
 def is_spool(path: Path) -> bool:
@@ -54,17 +54,19 @@ def read_leftover(directory: Path, dump: Capture) -> Recording:
             fix="the directory was copied too early, or the rank died: copy it again, or capture again",
         )
     spool = Spool(directory, key)
-    records = collect(_site(directory, dump.facts, processes), spool, key)
+    site = _site(directory, dump, processes)
+    records = collect(site, spool, key)
     prompts = _prompts(dump, {rank: {n: r for n, r in own.items() if n != END} for rank, own in records.items()})
     probes = [
-        Probe.make(prompt, answer, {rank: own.get(number, []) for rank, own in records.items()})
+        Probe.make(prompt, answer, {rank: own.get(number, []) for rank, own in records.items()}, complete=False)
         for number, prompt, answer in prompts
     ]
-    return record(_site(directory, dump.facts, processes), probes, spool, key)
+    return record(site, probes, spool, key)
 
 
-def _site(directory: Path, facts: Facts, processes: Mapping[int, str]) -> Site:
+def _site(directory: Path, dump: Capture, processes: Mapping[int, str]) -> Site:
     """The server as the dump describes it."""
+    facts = dump.facts
     info: dict[str, Any] = {"version": None} | ({} if facts.engine is None else asdict(facts.engine))
     info |= info.pop("flags", {})
     draft = None if facts.draft is None else {"declared_ids": facts.draft.declared_ids}
@@ -72,7 +74,11 @@ def _site(directory: Path, facts: Facts, processes: Mapping[int, str]) -> Site:
         rank: Hello(process, 0, str(directory), 0.0, rank=rank, model=asdict(facts.model), draft=draft)
         for rank, process in sorted(processes.items())
     }
-    return Site(Server(str(directory), timeout=0.0), info, directory, hellos)
+    return Site(Server(str(directory), timeout=0.0), info, directory, hellos, _boundaries(dump))
+
+
+def _boundaries(dump: Capture) -> tuple[str, ...]:
+    return tuple(name for name in dump.names(dump.ranks[0]) if name == FINAL_NORM or name.startswith("boundary."))
 
 
 def _prompts(
@@ -82,9 +88,9 @@ def _prompts(
     tokens = dump.tokens
     prefill = [request for request in tokens.requests if request.phase == "prefill"]
     rest = [request for request in tokens.requests if request.phase != "prefill"]
-    first = records[min(records)]
+    first, boundaries = records[min(records)], set(_boundaries(dump))
     for number in sorted({number for own in records.values() for number in own}):
-        phases = [entry.header.phase for entry in first.get(number, ()) if entry.header.kind == "target"]
+        phases = [entry.header.phase for entry in first.get(number, ()) if _kept(entry, boundaries)]
         count = phases.count("prefill")
         chunks, prefill = prefill[:count], prefill[count:]
         trees, rest = rest[: len(phases) - count], rest[len(phases) - count :]
@@ -98,6 +104,11 @@ def _prompts(
         known = int(tokens.positions[chunks[0].begin]) == 0
         output = tuple(token for tree in trees for token in _ids(tokens, _accepted(tokens, tree)))
         yield number, Prompt(chunks[0].id, token_ids=sent if known else None), Answer(output, {})
+
+
+def _kept(entry: Record, boundaries: set[str]) -> bool:
+    """Whether a record is of a forward that the dump has: beside boundaries, one that shows none has no place."""
+    return entry.header.kind == "target" and (not boundaries or bool(boundaries & set(entry.states)))
 
 
 def _accepted(tokens: Tokens, tree: Request) -> list[int]:

@@ -360,7 +360,9 @@ def capture(
             progress(len(prompts), "collecting")
             records = collect(site, spool, key)
         probes = [
-            Probe.make(prompt, answer, {rank: records[rank].get(number, []) for rank in records})
+            Probe.make(
+                prompt, answer, {rank: own.get(number, []) for rank, own in records.items()}, complete=not site.missing
+            )
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
         return record(site, probes, spool, key)
