@@ -1,4 +1,7 @@
-"""One real server for all tests that leave it as they find it, and servers of their own for those that do not."""
+"""One real server for all tests that leave it as they find it, and servers of their own for those that do not.
+
+Package scope, because an idle server takes cores from the tests that follow.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ class Host:
         return self.process is not None and self.process.poll() is None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and a draft that agree now and then, so that verify accepts more than its root."""
     out = tmp_path_factory.mktemp("models")
@@ -122,7 +125,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def site(models: Path) -> Iterator[tuple[Server, Path]]:
     """The server that the tests share, and its capture directory."""
     command = serve(models, "--chunked-prefill-size", str(CHUNK), "--port", str(free_port()))
@@ -135,7 +138,7 @@ def write_prompts(path: Path, *lines: Mapping[str, Any]) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dump]:
     server, capture_dir = site
 
@@ -149,7 +152,7 @@ def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFac
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def quiet(dump_serving: Callable[..., Dump]) -> Dump:
     """A dump made while nobody else uses the server."""
     lines = [{"id": label, "token_ids": token_ids} for label, token_ids in TEXTS]
@@ -159,7 +162,7 @@ def quiet(dump_serving: Callable[..., Dump]) -> Dump:
 States = Callable[[list[int]], list[torch.Tensor]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(models: Path) -> States:
     """Token ids -> transformers' hidden states at BOUNDARIES, each [T, H], float32."""
     from transformers import AutoModel
