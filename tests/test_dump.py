@@ -215,6 +215,8 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (lambda p: edit(p, lambda m: m["model"].update(hidden_size=0)), "model.hidden_size must be at least 1"),
     (lambda p: edit(p, lambda m: m.update(slots=4)), "the manifest says 4 slots"),
     (lambda p: edit(p, lambda m: m.update(slot_boundaries=[2, "x", 5])), "slot_boundaries must be"),
+    (lambda p: edit(p, lambda m: m.update(run=7)), "run must be of type str"),
+    (lambda p: edit(p, lambda m: m.update(missing_ranks=[-1])), "missing_ranks must be a list of ranks"),
     (lambda p: remove(p, "tokens.safetensors"), "tokens.safetensors is missing"),
     (lambda p: truncate(p, "tokens.safetensors"), "truncated"),
     (lambda p: truncate(p, "rank-0001.safetensors"), "truncated"),

@@ -424,7 +424,7 @@ PROMPT = Prompt("first", token_ids=(10, 11, 12, 13, 14))
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "_HELLO_SECONDS", 0.2)
-    monkeypatch.setattr(recording, "_RECORD_SECONDS", 0.5)
+    monkeypatch.setattr(recording, "_RECORD_SECONDS", 2.0)  # the writers wait for quiet, and a busy machine is slow
 
 
 class TestCheck:
@@ -435,6 +435,8 @@ class TestCheck:
             "dp_size": 1,
             "disable_radix_cache": True,
             "cuda_graph_config": {"decode": {"backend": "full", "bs": [1, 2]}},
+            "speculative_token_map": "/models/hot.pt",
+            "enforce_disable_flashinfer_allreduce_fusion": True,
             "random_seed": 1,
         }
         site = check(engine.server, tmp_path)
@@ -446,6 +448,8 @@ class TestCheck:
             "speculative_algorithm": "EAGLE3",
             "disable_radix_cache": True,
             "cuda_graph_config": {"decode": "full"},
+            "speculative_token_map": "hot.pt",  # no path of the machine
+            "enforce_disable_flashinfer_allreduce_fusion": True,
         }
 
     def test_no_draft(self, tmp_path: Path) -> None:

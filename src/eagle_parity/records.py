@@ -124,6 +124,10 @@ class Facts:
     boundaries: tuple[int, ...] = ()
     slots: int = 0
     slot_boundaries: tuple[Boundary, ...] | None = None
+    run: str | None = None
+    """What the parts of one capture share: the 16 hex digits in its probes' ids."""
+    missing_ranks: tuple[int, ...] = ()
+    """Ranks that took part in the forwards and are not in this dump."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,13 @@ class Probe:
     cached: int
 
     @classmethod
-    def make(cls, prompt: Prompt, answer: Answer, records: Mapping[int, Sequence[Record]]) -> Probe:
-        """Match the ranks' records forward by forward, and see that nothing is missing."""
+    def make(
+        cls, prompt: Prompt, answer: Answer, records: Mapping[int, Sequence[Record]], *, complete: bool = True
+    ) -> Probe:
+        """Match the ranks' records forward by forward, and see that nothing is missing.
+
+        Without `complete` there are more ranks elsewhere, and rows that none of these holds may be theirs.
+        """
         by_rank = {rank: _pair(own) for rank, own in records.items()}
         counts = {rank: len(pairs) for rank, pairs in by_rank.items()}
         if len(set(counts.values())) != 1 or not min(counts.values()):
@@ -76,6 +81,9 @@ class Probe:
         forwards = tuple(
             _forward(prompt, {rank: pairs[i] for rank, pairs in by_rank.items()}, sequence) for i in range(count)
         )
+        if complete:
+            for forward in forwards:
+                _check_covered(prompt, forward.given, len(forward.token_ids))
         return cls(prompt, answer, forwards, _check_prompt(prompt, answer, forwards))
 
 
@@ -108,7 +116,6 @@ def _forward(prompt: Prompt, pairs: Mapping[int, _Pair], sequence: Sequence[int]
                 + ("" if record.fits else f", with states that are not its {len(record.rows)} rows"),
                 fix="the ranks must run the same forwards: capture again; if it stays, report it with the server's log",
             )
-    _check_covered(prompt, given, len(ids))
     if first.header.phase != "verify":
         return Forward(given, received, tuple(ids), tuple(positions), tuple(range(-1, len(ids) - 1)), (1,) * len(ids))
     parents = _parents(first, positions)

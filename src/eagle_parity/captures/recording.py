@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ DEFAULT_SLOTS = 3  # what SGLang captures where a draft declares nothing
 PHASES: tuple[Phase, ...] = ("prefill", "verify", "decode")
 _RECORD_SECONDS = 60.0  # after the last answer
 _POLL_SECONDS = 0.05
+_FULL_BYTES = 2**16  # with less a rank cannot even write that a record was lost
 
 
 @dataclass
@@ -73,6 +75,7 @@ def collect(site: Site, spool: Spool, key: str) -> dict[int, dict[int, list[Reco
             raise _missing(site, found, silent)
         time.sleep(_POLL_SECONDS)
     poll()  # a listing may show a file and miss an older one that was made while it was read
+    _check_processes(site, found)
     _check_lost(found)
     for probes in found.values():
         for records in probes.values():
@@ -89,7 +92,22 @@ def _missing(site: Site, found: Mapping[int, Mapping[int, object]], silent: Sequ
     else:
         what = f"{names(silent)} did not finish writing into {site.capture_dir} ({names(wrote)} wrote something)"
         fix = "check that this rank is alive, that its disk is not full and that all hosts share the directory"
-    return EnvironmentFailure(f"{what}; waited for {hosts}", fix=fix)
+    free = shutil.disk_usage(site.capture_dir).free
+    full = f"; its disk is full ({free} bytes free)" if free < _FULL_BYTES else ""
+    return EnvironmentFailure(f"{what}{full}; waited for {hosts}", fix=fix)
+
+
+def _check_processes(site: Site, found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
+    """The records of a rank come from the process that was there before the first probe, and from no other."""
+    for rank, probes in found.items():
+        hello = site.hellos[rank]
+        others = {r.header.process for records in probes.values() for r in records} - {hello.process}
+        if others:
+            raise EnvironmentFailure(
+                f"records of rank {rank} came from another process than the one that was there before the first probe, "
+                f"{hello.pid} on {hello.host}: the server was restarted, or two servers share {site.capture_dir}",
+                fix="capture again while the server stays up; give each server a capture directory of its own",
+            )
 
 
 def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
@@ -112,7 +130,7 @@ def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
 # ----------------------------------------------------------------------------------------------------- stream
 
 
-def record(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
+def record(site: Site, probes: Sequence[Probe], spool: Spool, key: str) -> Recording:
     """The probes as a stream, prefill first, with the slots (where there is a draft) and the boundaries asked for.
 
     Raises EnvironmentFailure for shapes that are not slots of one width, and where no forward shows a boundary.
@@ -136,6 +154,8 @@ def record(site: Site, probes: Sequence[Probe], spool: Spool) -> Recording:
         else Draft(draft.name, draft.declared_ids, num_slots=slots, spec_accept_length=accept_length),
         boundaries=tuple(sorted(int(name.removeprefix("boundary.")) for name in names if name != FINAL_NORM)),
         slots=slots,
+        run=key,
+        missing_ranks=site.missing,
     )
     tokens = sum(len(forward.token_ids) for _, forward in ordered)
     phases: dict[str, int] = {}

@@ -28,6 +28,7 @@ from eagle_parity.captures.spool import (
     read_hellos,
 )
 from eagle_parity.captures.versions import NEWEST, OLDEST, installation, supported, too_old
+from eagle_parity.captures.watch import Watch
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 from eagle_parity.records import (
     Boundary,
@@ -48,29 +49,66 @@ _POLL_SECONDS = 0.05
 
 # Server arguments that decide what a captured state is (facts/sglang-internals.md, section 5).
 FLAGS = (
+    "revision",
     "kv_cache_dtype",
-    "nnodes",
     "device",
-    "attention_backend",
+    # parallel
+    "nnodes",
     "enable_dp_attention",
     "attn_dp_size",
+    "enable_dp_lm_head",
     "attn_cp_size",
+    "dcp_size",
+    "moe_dp_size",
     "moe_a2a_backend",
     "moe_dense_tp_size",
     "enable_two_batch_overlap",
+    "enable_single_batch_overlap",
     "enable_attn_tp_input_scattered",
+    # kernels
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "moe_runner_backend",
+    "enable_deterministic_inference",
+    "page_size",
+    # the draft
     "speculative_algorithm",
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_accept_threshold_single",
+    "speculative_accept_threshold_acc",
+    "speculative_attention_mode",
+    "speculative_draft_attention_backend",
+    "speculative_draft_model_quantization",
+    "speculative_draft_model_revision",
+    "speculative_token_map",
+    # collectives and what is fused with them
     "enable_flashinfer_allreduce_fusion",
+    "enforce_disable_flashinfer_allreduce_fusion",
     "flashinfer_allreduce_fusion_backend",
+    "enable_aiter_allreduce_fusion",
+    "disable_shared_experts_fusion",
+    "disable_custom_all_reduce",
+    "enable_nccl_nvls",
+    "enable_symm_mem",
+    "enable_torch_symm_mem",
+    # graphs
     "disable_cuda_graph",
+    "disable_cuda_graph_padding",
+    "disable_decode_cuda_graph",
+    "disable_prefill_cuda_graph",
+    "disable_piecewise_cuda_graph",
+    "enable_piecewise_cuda_graph",
     "cuda_graph_config",
     "cuda_graph_backend_decode",
     "cuda_graph_backend_prefill",
+    "enable_torch_compile",
+    # batches and the cache
     "disable_overlap_schedule",
     "chunked_prefill_size",
+    "enable_mixed_chunk",
     "disable_radix_cache",
     "enable_return_aux_hidden_states",
     "return_aux_hidden_state_layer_ids",
@@ -87,6 +125,8 @@ class Site:
     hellos: Mapping[int, Hello]
     boundaries: tuple[str, ...] = ()
     """The boundaries to record beside the slots, as tensor names."""
+    missing: tuple[int, ...] = ()
+    """Ranks that take part in the forwards and leave nothing in this capture directory."""
 
     @property
     def model(self) -> Model:
@@ -123,11 +163,13 @@ def check(
     *,
     boundaries: Sequence[Boundary] | None = (),
     started_here: bool = False,
+    allow_missing: bool = False,
 ) -> Site:
     """Ask a server what it is, and its plugin whether it can capture on every rank.
 
     `boundaries` are recorded too, None for all that the server shows; then there need be no draft. `started_here` only
     words the advice: the capture directory is certainly the server's, so the plugin is what lacks.
+    With `allow_missing`, ranks that write elsewhere are noted in the site instead of refused.
     Raises EnvironmentFailure for a server that is down, is no SGLang, has no draft, does not load the plugin, has an
     SGLang that the plugin does not fit, lacks ranks, or was not started to show the boundaries.
     """
@@ -167,13 +209,17 @@ def check(
             fix=f"serve with an SGLang that it knows ({OLDEST} to {NEWEST}), or install a newer eagle-parity beside it",
         )
     absent = sorted(expected - set(ranks))
-    if absent:
+    present = sorted(expected & set(ranks))
+    if not present or (absent and not allow_missing):
         raise EnvironmentFailure(
-            f"the capture plugin runs on {names(sorted(ranks))} and not on {names(absent)} of {len(expected)}",
-            fix=f"install eagle-parity and set {CAPTURE_DIR} on every host of the server, to one shared directory",
+            f"the capture plugin runs on {names(present)} and not on {names(absent)} of {len(expected)}, as "
+            f"{capture_dir} shows",
+            fix=f"install eagle-parity and set {CAPTURE_DIR} on every host of the server, to one shared directory; "
+            "where the hosts share none, capture with --allow-missing-ranks and add the other hosts' capture "
+            "directories with `eagle-parity dump merge`",
         )
-    newest = {rank: ranks[rank] for rank in sorted(expected)}
-    return Site(server, info, capture_dir, newest, _shown(server, newest, boundaries))
+    newest = {rank: ranks[rank] for rank in present}
+    return Site(server, info, capture_dir, newest, _shown(server, newest, boundaries), tuple(absent))
 
 
 def _shown(server: Server, hellos: Mapping[int, Hello], asked: Sequence[Boundary] | None) -> tuple[str, ...]:
@@ -305,18 +351,21 @@ def capture(
     key = new_dump_key()
     spool = Spool(site.capture_dir, key)
     try:
-        answers = []
-        for number, prompt in enumerate(prompts):
-            progress(number, prompt.id)
-            answers.append(_ask(site, prompt, probe_id(key, number), max_new_tokens, warm_cache))
-        _ask(site, Prompt("(the last one)", token_ids=(_some_token(prompts),)), end_id(key), 1, warm_cache)
-        progress(len(prompts), "collecting")
-        records = collect(site, spool, key)
+        with Watch(site.capture_dir, site.hellos):
+            answers = []
+            for number, prompt in enumerate(prompts):
+                progress(number, prompt.id)
+                answers.append(_ask(site, prompt, probe_id(key, number), max_new_tokens, warm_cache))
+            _ask(site, Prompt("(the last one)", token_ids=(_some_token(prompts),)), end_id(key), 1, warm_cache)
+            progress(len(prompts), "collecting")
+            records = collect(site, spool, key)
         probes = [
-            Probe.make(prompt, answer, {rank: records[rank].get(number, []) for rank in records})
+            Probe.make(
+                prompt, answer, {rank: own.get(number, []) for rank, own in records.items()}, complete=not site.missing
+            )
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
-        return record(site, probes, spool)
+        return record(site, probes, spool, key)
     except BaseException:
         spool.discard()
         raise
@@ -376,6 +425,8 @@ def _ids(value: Any) -> tuple[int, ...] | None:
 
 def _flag(key: str, value: Any) -> Any:
     """A flag as a manifest keeps it: of the graph config only what runs which phase, without the bucket sizes."""
+    if key == "speculative_token_map":
+        return _base(value)
     if key == "cuda_graph_config" and isinstance(value, dict):
         return {phase: part.get("backend") for phase, part in value.items() if isinstance(part, dict)}
     return value

@@ -32,6 +32,7 @@ class _Probing:
     max_new_tokens: int
     warm_cache: bool
     started_here: bool
+    allow_missing: bool
     boundaries: tuple[Boundary, ...] | None
     """To record beside the slots; None for all."""
 
@@ -100,6 +101,14 @@ def command(
             help="Let probes find prefixes in the server's cache; tokens found there have no rows.",
         ),
     ] = False,
+    allow_missing_ranks: Annotated[
+        bool,
+        typer.Option(
+            "--allow-missing-ranks",
+            help="Record the ranks that write into --capture-dir and no others: those of other hosts, which write to "
+            "disks of their own, are added by `dump merge`.",
+        ),
+    ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", envvar="EAGLE_PARITY_LIMIT", help="Only the first N prompts.")
     ] = None,
@@ -156,7 +165,7 @@ def command(
         )
         return
     with _site(server, words, capture_dir, timeout, boundaries) as (running, directory):
-        probing = _Probing(max_new_tokens, warm_cache, launch, chosen)
+        probing = _Probing(max_new_tokens, warm_cache, launch, allow_missing_ranks, chosen)
         _record(running, directory, wanted, probing, output, max_bytes or DEFAULT_CAP, overwrite)
 
 
@@ -262,7 +271,13 @@ def _record(
     from eagle_parity.cli.output import progress
     from eagle_parity.dump import DumpWriter, check_size, human, planned_bytes
 
-    site = check(server, directory, boundaries=probing.boundaries, started_here=probing.started_here)
+    site = check(
+        server,
+        directory,
+        boundaries=probing.boundaries,
+        started_here=probing.started_here,
+        allow_missing=probing.allow_missing,
+    )
     expected = estimate(site, prompts, probing.max_new_tokens)
     check_size(expected, output, cap)
     say(
@@ -290,6 +305,7 @@ def _record(
     for message in recording.messages:
         say(message)
     _say_notes(recording)
+    _say_missing(recording, output)
     print(_summary(output, recording))
 
 
@@ -304,6 +320,18 @@ def _say_notes(recording: Recording) -> None:
         say(
             f"warning: the draft was not given the next tokens beside the states of {notes.shifted[0]} "
             f"and {len(set(notes.shifted)) - 1} more prompts"
+        )
+
+
+def _say_missing(recording: Recording, output: Path) -> None:
+    from eagle_parity.captures.recording import names
+
+    missing = recording.stream.plan.facts.missing_ranks
+    if missing:
+        where = "another host and is" if len(missing) == 1 else "other hosts and are"
+        say(
+            f"warning: {names(missing)} wrote on {where} not in {output}; copy the {CAPTURE_DIR} of each such host "
+            f"here, then: eagle-parity dump merge -o FULL {output} COPY…"
         )
 
 

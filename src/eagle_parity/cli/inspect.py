@@ -194,7 +194,7 @@ def describe_dump(capture: Capture) -> Sheet:
         ("model", _model(facts)),
         ("requests", f"{len(tokens.requests):,} ({', '.join(phases)})"),
         ("tokens", f"{count:,}"),
-        ("ranks", ", ".join(map(str, capture.ranks))),
+        ("ranks", ", ".join(map(str, capture.ranks)) + _missing(facts)),
         ("slots", f"{facts.slots} stored, trained on {trained}"),
         ("bytes a token", f"{size / max(1, count):,.0f} of hidden states"),
         ("loss mask", "unknown" if tokens.loss_mask is None else "yes"),
@@ -216,7 +216,9 @@ def describe_dump(capture: Capture) -> Sheet:
         "requests": len(tokens.requests),
         "phases": phases,
         "tokens": count,
+        "run": facts.run,
         "ranks": list(capture.ranks),
+        "missing_ranks": list(facts.missing_ranks),
         "slots": facts.slots,
         "slot_boundaries": _listed(facts.slot_boundaries),
         "bytes_per_token": round(size / max(1, count), 1),
@@ -239,6 +241,11 @@ def _model(facts: Facts) -> str:
     known = {"hidden": model.hidden_size, "layers": model.num_layers, "vocabulary": model.vocab_size}
     sizes = ", ".join(f"{name} {value:,}" for name, value in known.items() if value is not None)
     return "; ".join(part for part in (_joined(model.name, model.architecture), sizes) if part) or "unknown"
+
+
+def _missing(facts: Facts) -> str:
+    ranks = ", ".join(map(str, facts.missing_ranks))
+    return f" (missing: {ranks}; dump merge adds them)" if ranks else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

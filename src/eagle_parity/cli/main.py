@@ -17,6 +17,7 @@ from eagle_parity import __version__
 from eagle_parity.cli import (
     check,
     compare,
+    dump_merge,
     dump_serving,
     dump_training,
     explain,
@@ -49,6 +50,7 @@ dump = typer.Typer(
 )
 dump.command("training")(dump_training.command)
 dump.command("serving", context_settings={"allow_interspersed_args": False})(dump_serving.command)
+dump.command("merge")(dump_merge.command)
 app.add_typer(dump, name="dump")
 app.command("compare")(compare.command)
 app.command("which-layers")(which_layers.command)

@@ -35,6 +35,10 @@ def encode(facts: Facts, requests: tuple[Request, ...], *, tool: str, created: s
         "tool": tool,
         "created": created,
     }
+    if facts.run is not None:
+        document["run"] = facts.run
+    if facts.missing_ranks:
+        document["missing_ranks"] = list(facts.missing_ranks)
     return json.dumps(document, indent=1) + "\n"
 
 
@@ -126,6 +130,8 @@ class _Reader:
             boundaries=self.boundaries(),
             slots=self.slots(),
             slot_boundaries=self.slot_boundaries(),
+            run=self.get(document, "run", str),
+            missing_ranks=self.missing_ranks(),
         )
         return facts, self.requests()
 
@@ -199,6 +205,12 @@ class _Reader:
         if not all(value == FINAL_NORM or (type(value) is int and value >= 0) for value in values):
             raise self.fail("slot_boundaries", f'a list of layer boundaries or "{FINAL_NORM}"', values)
         return tuple(values)
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        values = self.get(self.document, "missing_ranks", list) or []
+        if not all(type(value) is int and value >= 0 for value in values):
+            raise self.fail("missing_ranks", "a list of ranks (0, 1, …)", values)
+        return tuple(sorted(set(values)))
 
     def requests(self) -> tuple[Request, ...]:
         entries = self.need(self.document, "requests", list)

@@ -47,6 +47,8 @@ class Dump:
     facts: Facts
     tokens: Tokens
     _tensors: Mapping[int, Mapping[str, _Tensor]]
+    files: Mapping[int, Sequence[Path]]
+    """rank -> its files, in the order in which its tensors go on."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -109,11 +111,12 @@ def open_dump(path: Path | str) -> Dump:
         raise InputError(f"{manifest_path} cannot be read: {error}", fix="check the file and its permissions") from None
     facts, requests = manifest.decode(text, manifest_path)
     tokens = _tokens(path, requests)
-    tensors = _ranks(path, len(tokens.token_ids))
+    files = _rank_files(path)
+    tensors = _ranks(path, files, len(tokens.token_ids))
     _check_slots(path, facts, tensors)
     names = {name for held in tensors.values() for name in held}
     numbers = sorted({int(m[2]) for m in map(_TENSOR.fullmatch, names) if m and m[1] == "boundary"})
-    return Dump(str(path), replace(facts, boundaries=tuple(numbers)), tokens, tensors)
+    return Dump(str(path), replace(facts, boundaries=tuple(numbers)), tokens, tensors, files)
 
 
 def _rank_files(path: Path) -> dict[int, list[Path]]:
@@ -189,8 +192,7 @@ def _check_structure(path: Path, positions: IntArray, parents: IntArray | None) 
         )
 
 
-def _ranks(path: Path, count: int) -> dict[int, dict[str, _Tensor]]:
-    files = _rank_files(path)
+def _ranks(path: Path, files: Mapping[int, Sequence[Path]], count: int) -> dict[int, dict[str, _Tensor]]:
     if not files:
         raise InputError(f"{path}: no rank-NNNN.safetensors", fix="capture again, or copy the whole directory")
     return {rank: _tensors([open_tensorfile(file) for file in paths], count) for rank, paths in files.items()}

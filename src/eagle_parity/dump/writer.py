@@ -67,7 +67,11 @@ def _holds_dump(path: Path) -> bool:
 
 def check_size(plan: Plan, path: Path, cap: int = DEFAULT_CAP) -> None:
     """Refuse a dump above the cap (UsageError) or above the free disk space (EnvironmentFailure)."""
-    size = planned_bytes(plan)
+    check_room(planned_bytes(plan), path, cap)
+
+
+def check_room(size: int, path: Path, cap: int = DEFAULT_CAP) -> None:
+    """As `check_size`, for a number of bytes."""
     if size > cap:
         raise UsageError(
             f"the dump would take {human(size)}, the cap is {human(cap)}",
@@ -212,20 +216,23 @@ class DumpWriter:
             )
         for writer in writers:
             writer.close()
-        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        text = manifest.encode(
-            self.plan.facts, tuple(self._requests), tool=f"eagle-parity {__version__}", created=created
-        )
-        with disk_errors(self._partial):
-            temporary = self._partial / (manifest.NAME + ".tmp")
-            temporary.write_text(text)
-            temporary.rename(self._partial / manifest.NAME)
-            (self._partial / _OWNER).unlink()
-            with replaced(self.path, overwrite=self._overwrite):
-                self._partial.rename(self.path)
+        publish(self._partial, self.path, self.plan.facts, tuple(self._requests), overwrite=self._overwrite)
 
 
 _OWNER = "writer.pid"
+
+
+def publish(partial: Path, path: Path, facts: Facts, requests: tuple[Request, ...], *, overwrite: bool) -> None:
+    """Write the manifest into a claimed directory that holds everything else, and give the directory its name."""
+    created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    text = manifest.encode(facts, requests, tool=f"eagle-parity {__version__}", created=created)
+    with disk_errors(partial):
+        temporary = partial / (manifest.NAME + ".tmp")
+        temporary.write_text(text)
+        temporary.rename(partial / manifest.NAME)
+        (partial / _OWNER).unlink()
+        with replaced(path, overwrite=overwrite):
+            partial.rename(path)
 
 
 def claim(partial: Path) -> None:
