@@ -49,6 +49,7 @@ SPARE_BYTES = 2**30  # of the disk, left to the server whatever happens …
 SPARE_FRACTION = 0.05  # … or this part of a disk that is smaller than that
 QUIET_SECONDS = 0.05  # without a new record, after which the waiting ones are written …
 LAZY_BYTES = 64 * 2**20  # … or as soon as this much waits
+REST = 30  # how long the writer rests after a record, in times of what the record took
 STALE_SECONDS = 3600.0  # after which a record that nobody has collected may be deleted to make room
 
 _HEADER = "eagle_parity"
@@ -268,7 +269,9 @@ class SpoolWriter:
         self._order = 0
         self._finished = 0
         self._latest = 0.0
+        self._closing = False
         self._kept: deque[tuple[Path, int, float]] = deque()
+        self._kept_bytes = 0
         self._thread: threading.Thread | None = None
         self._warned = False
         self._streams: dict[Any, Any] = {}
@@ -297,6 +300,7 @@ class SpoolWriter:
     def close(self, timeout: float = 5.0) -> None:
         """Write what is queued and end the thread; give up on it after `timeout` seconds."""
         if self._thread is not None:
+            self._closing = True
             self._jobs.put(None)
             self._thread.join(timeout)
 
@@ -316,6 +320,7 @@ class SpoolWriter:
             if job is None:
                 return
             self._wait_for_quiet(job)
+            began = time.thread_time()
             try:
                 self._store(job)
             except BaseException as error:
@@ -327,10 +332,16 @@ class SpoolWriter:
                 self._pending -= job.size
                 self._finished += 1
             del job
+            self._rest(time.thread_time() - began)
+
+    def _rest(self, took: float) -> None:
+        """Never take more than a small share of the interpreter's time, or the request after a probe's pays for it."""
+        if self._pending < LAZY_BYTES and not self._closing:
+            time.sleep(REST * took)
 
     def _wait_for_quiet(self, job: _Job) -> None:
         """Let a request's forwards go by first: this thread takes turns with the scheduler's, which costs it."""
-        if job.header.kind == "end":
+        if job.header.kind == "end" or self._closing:
             return
         while self._pending < LAZY_BYTES and (wait := self._latest + QUIET_SECONDS - time.monotonic()) > 0:
             time.sleep(wait)
@@ -343,18 +354,20 @@ class SpoolWriter:
             return
         path = self._write(job.header, self._to_host(job))
         self._kept.append((path, job.size, time.time()))
+        self._kept_bytes += job.size
 
     def _no_room(self, size: int) -> str | None:
         usage = shutil.disk_usage(self._directory)
         spare = min(SPARE_BYTES, int(usage.total * SPARE_FRACTION))
         if usage.free - size < spare:
             return f"the disk is full ({usage.free} bytes free, {spare} are left to the server, the record has {size})"
-        if sum(kept for _, kept, _ in self._kept) + size <= self._kept_limit:
+        if self._kept_bytes + size <= self._kept_limit:
             return None
         self._kept = deque(entry for entry in self._kept if entry[0].exists())
         while self._kept and time.time() - self._kept[0][2] > STALE_SECONDS:
             self._kept.popleft()[0].unlink(missing_ok=True)
-        if sum(kept for _, kept, _ in self._kept) + size > self._kept_limit:
+        self._kept_bytes = sum(kept for _, kept, _ in self._kept)
+        if self._kept_bytes + size > self._kept_limit:
             return f"{self._kept_limit} bytes are in the capture directory already ({MAX_BYTES} raises the cap)"
         return None
 
