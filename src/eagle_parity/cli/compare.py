@@ -52,6 +52,7 @@ def measure(
     """
     from eagle_parity.diagnosis.diagnose import diagnose
     from eagle_parity.diagnosis.expectation import declared_boundaries
+    from eagle_parity.diagnosis.files.pointing import point
     from eagle_parity.diagnosis.layers import heed
     from eagle_parity.diagnosis.study import study
     from eagle_parity.draft.checkpoint import open_draft
@@ -83,4 +84,4 @@ def measure(
         if ids is None and theirs.facts.draft is not None:
             ids = theirs.facts.draft.declared_ids
         declared = None if ids is None else declared_boundaries(ours.facts, theirs.facts, ids)
-        return heed(diagnose(case, declared), case, found, doubt)
+        return point(heed(diagnose(case, declared), case, found, doubt), checkpoint)

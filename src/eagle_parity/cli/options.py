@@ -18,6 +18,7 @@ class Format(str, enum.Enum):
     json = "json"
     junit = "junit"
     github = "github"
+    sarif = "sarif"
     markdown = "markdown"
 
 

@@ -127,6 +127,8 @@ def render(report: Report, format: Format, *, width: int | None = None) -> str:
         return reports.to_junit(report)
     if format is Format.github:
         return reports.to_github(report)
+    if format is Format.sarif:
+        return reports.to_sarif(report)
     if format is Format.markdown:
         return reports.to_markdown(report)
     import io

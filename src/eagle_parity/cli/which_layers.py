@@ -58,6 +58,7 @@ def measure(
     target: Path | None = None,
 ) -> Report:
     """Open what is given, replay the draft, and put the answers side by side."""
+    from eagle_parity.diagnosis.files.pointing import point
     from eagle_parity.diagnosis.layers import compare_layers, declare_layers, trained_order
     from eagle_parity.diagnosis.replay import try_replay
     from eagle_parity.diagnosis.study import study
@@ -70,12 +71,12 @@ def measure(
     with output.replaying() as step:
         found, doubt = try_replay(checkpoint, ours, target, step=step)
     if theirs is None:
-        return declare_layers(ours, checkpoint, engine, found, doubt)
+        return point(declare_layers(ours, checkpoint, engine, found, doubt), checkpoint)
     known = trained_order(ours, found)
     with output.measuring(len(theirs.tokens.token_ids)) as step:
         references = sides.maps(how, theirs)
         case = study(ours, theirs, checkpoint.declared_ids, references=references, proven=known, step=step)
-        return compare_layers(case, checkpoint, found, doubt)
+        return point(compare_layers(case, checkpoint, found, doubt), checkpoint)
 
 
 def parse_engine(text: str | None) -> Engine | None:

@@ -1,9 +1,20 @@
-"""A report -> table, JSON, JUnit, GitHub annotations, Markdown; a catalogue entry -> text."""
+"""A report -> table, JSON, JUnit, GitHub annotations, SARIF, Markdown; a catalogue entry -> text."""
 
 from eagle_parity.report.document import to_document, to_json
 from eagle_parity.report.github import to_github
 from eagle_parity.report.junit import to_junit
 from eagle_parity.report.markdown import to_markdown
+from eagle_parity.report.sarif import to_sarif
 from eagle_parity.report.table import headline, print_table, summary
 
-__all__ = ["headline", "print_table", "summary", "to_document", "to_github", "to_json", "to_junit", "to_markdown"]
+__all__ = [
+    "headline",
+    "print_table",
+    "summary",
+    "to_document",
+    "to_github",
+    "to_json",
+    "to_junit",
+    "to_markdown",
+    "to_sarif",
+]
