@@ -20,6 +20,7 @@ class Format(str, enum.Enum):
     github = "github"
     sarif = "sarif"
     markdown = "markdown"
+    html = "html"
 
 
 Training = Annotated[

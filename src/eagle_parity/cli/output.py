@@ -131,6 +131,8 @@ def render(report: Report, format: Format, *, width: int | None = None) -> str:
         return reports.to_sarif(report)
     if format is Format.markdown:
         return reports.to_markdown(report)
+    if format is Format.html:
+        return reports.to_html(report)
     import io
 
     from rich.console import Console

@@ -6,8 +6,8 @@ https://docs.github.com/actions/reference/workflow-commands-for-github-actions, 
 from __future__ import annotations
 
 from eagle_parity.records import Finding, Report
+from eagle_parity.report.content import summary
 from eagle_parity.report.place import find_place
-from eagle_parity.report.table import summary
 
 _LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
 

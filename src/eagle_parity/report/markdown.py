@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eagle_parity.records import Finding, Report, Row
-from eagle_parity.report.table import show, summary
+from eagle_parity.records import Finding, Report
+from eagle_parity.report.columns import USUAL, columns
+from eagle_parity.report.content import summary
 
 
 def to_markdown(report: Report) -> str:
@@ -17,9 +18,11 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"**{report.verdict.upper()}**: {_escape(summary(report))}"
     if report.rows:
         yield ""
-        yield "| | want | holds | cos | rel L2 | norm | width | layout | status |"
-        yield "| --- | --- | --- | ---: | ---: | ---: | ---: | --- | --- |"
-        yield from map(_row, report.rows)
+        shown = columns(USUAL)
+        yield "| " + " | ".join(column.name for column in shown) + " |"
+        yield "| " + " | ".join("---:" if column.right else "---" for column in shown) + " |"
+        for row in report.rows:
+            yield "| " + " | ".join(column.cell(row) for column in shown) + " |"
     for finding in report.findings:
         yield ""
         yield from _finding(finding)
@@ -30,22 +33,6 @@ def _lines(report: Report) -> Iterator[str]:
     if report.coverage is not None and report.coverage.not_seen:
         yield ""
         yield "Not seen: " + _escape("; ".join(report.coverage.not_seen)) + "."
-
-
-def _row(row: Row) -> str:
-    name = f"slot {row.slot}" if row.slot is not None else f"boundary {row.boundary}"
-    cells = [
-        name,
-        show(row.expected_boundary),
-        show(row.best_boundary),
-        "–" if row.cosine is None else f"{row.cosine.median:.5f}",
-        "–" if row.rel_l2 is None else f"{row.rel_l2.median:.2g}",
-        "–" if row.norm_ratio is None else f"{row.norm_ratio.median:.3f}",
-        str(row.width),
-        row.layout,
-        row.status,
-    ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _finding(finding: Finding) -> Iterator[str]:

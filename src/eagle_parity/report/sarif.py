@@ -15,9 +15,9 @@ from urllib.parse import quote
 from eagle_parity import __version__
 from eagle_parity.diagnosis.faults import Fault, find
 from eagle_parity.records import Finding, Report
+from eagle_parity.report.content import summary
 from eagle_parity.report.document import plain
 from eagle_parity.report.place import find_place
-from eagle_parity.report.table import summary
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVEL = {"error": "error", "warning": "warning", "info": "note"}
