@@ -35,6 +35,9 @@ def _grouped(findings: Sequence[Finding]) -> list[str]:
 
 
 def _why_inconclusive(report: Report) -> str:
+    unmet = report.inputs.get("unmet")
+    if unmet and all(entry["verdict"] == "pass" for entry in report.inputs["reports"]):
+        return "required and not shown: " + ", ".join(str(sentence).split(":")[0] for sentence in unmet)
     if report.command == "check":
         return "what the layer ids mean is not known for this engine and model"
     aligned = report.inputs.get("aligned_rows")
