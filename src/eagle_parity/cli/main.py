@@ -17,6 +17,7 @@ from eagle_parity import __version__
 from eagle_parity.cli import (
     check,
     compare,
+    demo,
     dump_merge,
     dump_serving,
     dump_training,
@@ -58,6 +59,7 @@ app.command("check")(check.command)
 app.command("gate")(gate.command)
 app.command("inspect")(inspect.command)
 app.command("explain")(explain.command)
+app.command("demo")(demo.command)
 
 
 def _version(value: bool) -> None:
