@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eagle_parity.records import Boundary, Distribution, Row
 
+_STAYS = 10
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its head, the text of a row's cell, and how many characters a terminal must have to get it."""
+    """A column: its head, the text of a row's cell, and what it is worth where not all columns fit."""
 
     name: str
     cell: Callable[[Row], str]
     right: bool = True
     """Numbers stand to the right."""
-    at: int = 0
+    worth: int = _STAYS
+    """Columns of less worth go first."""
 
 
 def show(boundary: Boundary | None) -> str:
@@ -47,29 +50,35 @@ def _ranks(row: Row) -> str:
     return ",".join(map(str, row.ranks)) + {True: " equal", False: " differ", None: ""}[row.rank_equal]
 
 
-USUAL, WIDE = 74, 120
-
 COLUMNS: tuple[Column, ...] = (
     Column("", row_name, right=False),
     Column("want", lambda row: show(row.expected_boundary)),
     Column("holds", lambda row: show(row.best_boundary)),
-    Column("next", lambda row: show(row.runner_up), at=WIDE),
-    Column("margin", _margin, at=USUAL),
-    Column("cos", lambda row: _number(row.cosine, "median", ".5f")),
+    Column("next", lambda row: show(row.runner_up), worth=4),
+    Column("margin", _margin, worth=8),
+    Column("cos", lambda row: _number(row.cosine, "median", ".5f"), worth=9),
     Column("rel L2", lambda row: _number(row.rel_l2, "median", ".2g")),
-    Column("norm", lambda row: _number(row.norm_ratio, "median", ".3f"), at=USUAL),
-    Column("width", _width, at=USUAL),
-    Column("layout", lambda row: row.layout, right=False),
-    Column("floor", lambda row: "–" if row.floor is None else f"{row.floor.median:.2g}", at=WIDE),
-    Column("cos p01", lambda row: _number(row.cosine, "p01", ".5f"), at=WIDE),
-    Column("cos centred", lambda row: _number(row.cosine_centred, "median", ".5f"), at=WIDE),
-    Column("rel L2 p99", lambda row: _number(row.rel_l2, "p99", ".2g"), at=WIDE),
-    Column("tokens", lambda row: str(row.tokens), at=WIDE),
-    Column("ranks", _ranks, right=False, at=WIDE),
+    Column("norm", lambda row: _number(row.norm_ratio, "median", ".3f"), worth=7),
+    Column("width", _width, worth=6),
+    Column("layout", lambda row: row.layout, right=False, worth=9),
+    Column("floor", lambda row: "–" if row.floor is None else f"{row.floor.median:.2g}", worth=5),
+    Column("cos p01", lambda row: _number(row.cosine, "p01", ".5f"), worth=2),
+    Column("cos centred", lambda row: _number(row.cosine_centred, "median", ".5f"), worth=1),
+    Column("rel L2 p99", lambda row: _number(row.rel_l2, "p99", ".2g"), worth=3),
+    Column("tokens", lambda row: str(row.tokens), worth=3),
+    Column("ranks", _ranks, right=False, worth=2),
     Column("status", lambda row: row.status, right=False),
 )
+USUAL: tuple[Column, ...] = tuple(column for column in COLUMNS if column.worth >= 6)
+"""Without what only a wide place has room for."""
 
 
-def columns(width: int) -> tuple[Column, ...]:
-    """The columns that fit into `width` characters."""
-    return tuple(column for column in COLUMNS if column.at <= width)
+def fitting(rows: Sequence[Row], width: int) -> list[tuple[Column, int]]:
+    """The columns that fit side by side into `width` characters, the worthiest first, each with its width."""
+    shown = [(c, max(len(c.name), *(len(c.cell(row)) for row in rows))) for c in COLUMNS]
+    while sum(size + 1 for _, size in shown) - 1 > width:
+        least = min(shown, key=lambda entry: entry[0].worth)
+        if least[0].worth == _STAYS:
+            break
+        shown.remove(least)
+    return shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from eagle_parity.records import Finding, Report
-from eagle_parity.report.columns import USUAL, columns
+from eagle_parity.report.columns import USUAL
 from eagle_parity.report.content import summary
 
 
@@ -18,11 +18,10 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"**{report.verdict.upper()}**: {_escape(summary(report))}"
     if report.rows:
         yield ""
-        shown = columns(USUAL)
-        yield "| " + " | ".join(column.name for column in shown) + " |"
-        yield "| " + " | ".join("---:" if column.right else "---" for column in shown) + " |"
+        yield "| " + " | ".join(column.name for column in USUAL) + " |"
+        yield "| " + " | ".join("---:" if column.right else "---" for column in USUAL) + " |"
         for row in report.rows:
-            yield "| " + " | ".join(column.cell(row) for column in shown) + " |"
+            yield "| " + " | ".join(column.cell(row) for column in USUAL) + " |"
     for finding in report.findings:
         yield ""
         yield from _finding(finding)
