@@ -46,7 +46,7 @@ def command(
         raise UsageError("which-layers needs the draft checkpoint", fix="give it with --draft DIR")
     targets = options.report_targets(report)
     how = sides.files(reference, reader, slots, limit, sample, strict)
-    return output.deliver(measure(training, serving, draft, how, parse_engine(engine), target), format, targets)
+    return output.deliver(measure(training, serving, draft, how, options.parse_engine(engine), target), format, targets)
 
 
 def measure(
@@ -77,15 +77,3 @@ def measure(
         references = sides.maps(how, theirs)
         case = study(ours, theirs, checkpoint.declared_ids, references=references, proven=known, step=step)
         return point(compare_layers(case, checkpoint, found, doubt), checkpoint)
-
-
-def parse_engine(text: str | None) -> Engine | None:
-    """`sglang==0.5.23` -> Engine. UsageError for anything else."""
-    from eagle_parity.records import Engine
-
-    if text is None:
-        return None
-    name, separator, version = text.partition("==")
-    if name != "sglang" or not separator or not version[:1].isdigit():
-        raise UsageError(f"--engine {text!r} is not sglang==VERSION", fix="for example --engine sglang==0.5.23")
-    return Engine(name=name, version=version)

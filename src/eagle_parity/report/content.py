@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eagle_parity.diagnosis.files.check import SGLANG_ALONE
 from eagle_parity.records import Boundary, Finding, Layers, Report
 from eagle_parity.report.columns import show
 
@@ -148,9 +149,13 @@ def notes(report: Report) -> list[tuple[str, list[str]]]:
     ran = [f"{control.name}: {_control(control.failed_as_expected)}" for control in report.controls]
     if ran:
         lines.append(("controls", ran))
-    waiting = sorted({c["why"] for c in report.inputs.get("checks", ()) if c["status"] == "skipped"})
+    skipped = [c for c in report.inputs.get("checks", ()) if c["status"] == "skipped"]
+    waiting = sorted({c["why"] for c in skipped if c["why"] is not None and c["why"] != SGLANG_ALONE})
     if waiting:
         lines.append(("not run", [f"checks that need {'; '.join(waiting)}"]))
+    foreign = [c["check"] for c in skipped if c["why"] == SGLANG_ALONE]
+    if foreign:
+        lines.append(("not run", [f"checks of SGLang alone: {', '.join(foreign)}"]))
     if report.coverage is not None and report.coverage.not_seen:
         lines.append(("not seen", list(report.coverage.not_seen)))
     return lines

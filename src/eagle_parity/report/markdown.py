@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from eagle_parity.records import Finding, Report
 from eagle_parity.report.columns import USUAL
-from eagle_parity.report.content import summary
+from eagle_parity.report.content import notes, summary
 
 
 def to_markdown(report: Report) -> str:
@@ -25,13 +25,10 @@ def _lines(report: Report) -> Iterator[str]:
     for finding in report.findings:
         yield ""
         yield from _finding(finding)
-    skipped = [check for check in report.inputs.get("checks", ()) if check["status"] == "skipped"]
-    if skipped:
-        yield ""
-        yield f"{len(skipped)} checks were not run: they need " + ", ".join(sorted({c["why"] for c in skipped})) + "."
-    if report.coverage is not None and report.coverage.not_seen:
-        yield ""
-        yield "Not seen: " + _escape("; ".join(report.coverage.not_seen)) + "."
+    for heading, items in notes(report):
+        if heading != "controls":
+            yield ""
+            yield f"{heading.capitalize()}: {_escape('; '.join(items))}."
 
 
 def _finding(finding: Finding) -> Iterator[str]:
