@@ -13,18 +13,14 @@ if TYPE_CHECKING:
     from eagle_parity.records import Boundary, Finding, Report
 
 
+@sides.takes_files
 def command(
     training: options.Training,
     serving: options.Serving,
     draft: options.DraftOption = None,
     target: options.TargetOption = None,
     floor: options.FloorOption = None,
-    slots: sides.SlotsOption = None,
-    reference: sides.ReferenceOption = None,
-    reader: sides.ReaderOption = None,
-    limit: sides.LimitOption = None,
-    sample: sides.SampleOption = 0,
-    strict: sides.StrictOption = False,
+    how: sides.Files = sides.USUAL,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -34,7 +30,6 @@ def command(
     wrong. Exit code: 0 pass, 1 fail, 3 inconclusive.
     """
     targets = options.report_targets(report)
-    how = sides.files(reference, reader, slots, limit, sample, strict)
     return output.deliver(measure(training, serving, draft, tuple(floor or ()), how, target), format, targets)
 
 

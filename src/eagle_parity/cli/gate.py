@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MEASURING = ("draft", "floor", "slots", "reference", "reader", "limit", "sample", "strict")
 
 
+@sides.takes_files
 def command(
     context: typer.Context,
     paths: Annotated[
@@ -39,12 +40,7 @@ def command(
     ] = None,
     draft: options.DraftOption = None,
     floor: options.FloorOption = None,
-    slots: sides.SlotsOption = None,
-    reference: sides.ReferenceOption = None,
-    reader: sides.ReaderOption = None,
-    limit: sides.LimitOption = None,
-    sample: sides.SampleOption = 0,
-    strict: sides.StrictOption = False,
+    how: sides.Files = sides.USUAL,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -63,7 +59,6 @@ def command(
             raise UsageError(f"--{given[0]} means nothing for reports that are measured", fix="leave it out")
         judged = _read(paths)
     else:
-        how = sides.files(reference, reader, slots, limit, sample, strict)
         judged = _measure(paths[0], paths[1], draft, tuple(floor or ()), how)
     whole = decide(judged, asked)
     text = "\n".join([f"{whole.verdict.upper()} {summary(whole)}", *lines(whole)]) + "\n"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from eagle_parity.records import Engine, Report
 
 
+@sides.takes_files
 def command(
     training: options.Training,
     serving: Annotated[Path | None, typer.Argument(help="The serving dump.", show_default=False)] = None,
@@ -28,12 +29,7 @@ def command(
             "--engine", metavar="sglang==VERSION", help="Without SERVING: the engine to judge the config for."
         ),
     ] = None,
-    slots: sides.SlotsOption = None,
-    reference: sides.ReferenceOption = None,
-    reader: sides.ReaderOption = None,
-    limit: sides.LimitOption = None,
-    sample: sides.SampleOption = 0,
-    strict: sides.StrictOption = False,
+    how: sides.Files = sides.USUAL,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -45,7 +41,6 @@ def command(
     if draft is None:
         raise UsageError("which-layers needs the draft checkpoint", fix="give it with --draft DIR")
     targets = options.report_targets(report)
-    how = sides.files(reference, reader, slots, limit, sample, strict)
     return output.deliver(measure(training, serving, draft, how, options.parse_engine(engine), target), format, targets)
 
 
