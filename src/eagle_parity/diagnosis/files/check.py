@@ -23,7 +23,7 @@ GIVE: Mapping[Need, str] = {
 }
 
 
-SGLANG_ALONE = "SGLang, which they are about"
+SGLANG_ALONE = "SGLang as the engine: it is about that one alone"
 """Why a check is not run on another engine."""
 
 
