@@ -94,7 +94,7 @@ class Case:
         (target / "config.json").write_text(json.dumps(document, indent=2))
         words = ["check", "--draft", str(draft), "--target", str(target)]
         if self.engine is not None:
-            words += ["--engine", f"sglang=={self.engine}"]
+            words += ["--engine", self.engine if "==" in self.engine else f"sglang=={self.engine}"]
         words += self.options
         return words + (["--", "python", "-m", "sglang.launch_server", *self.flags] if self.engine else [])
 
@@ -157,6 +157,25 @@ MLA = {
 WIDE = {"fc.weight": torch.zeros(H, 4 * H).bfloat16()}
 ONE = {"fc.weight": torch.zeros(H, H).bfloat16()}
 NARROW_TARGET = {"fc.weight": torch.zeros(H, 3 * 2 * H).bfloat16()}
+
+
+VLLM = "vllm==0.33.0"
+WHOLE = {
+    "speculators_model_type": "eagle3",
+    "eagle_config": None,
+    IDS: [2, 30, 58],
+    "norm_before_residual": True,
+    "transformer_layer_config": DRAFT | {"model_type": "llama"},
+    "speculators_config": {
+        "proposal_methods": [{"speculative_tokens": 3}],
+        "verifier": {"name_or_path": "target", "architectures": []},
+    },
+}
+"""A speculators config that vLLM accepts, around the same tensors."""
+
+
+def top_level(*numbers: int) -> dict[str, Any]:
+    return {"eagle_config": None, IDS: list(numbers)}
 
 
 def d2t(values: torch.Tensor, keep_t2d: bool = False) -> dict[str, Any]:
@@ -308,6 +327,62 @@ FAULTY: list[tuple[str, str, str, Case]] = [
     ("draft-dtype", "precision", "warning", Case(config={"torch_dtype": "float16"}, text={"torch_dtype": "float16"})),
     ("dtype-like-target", "precision", "warning", Case(config={"torch_dtype": "float32"})),
     ("draft-quantization", "precision", "warning", Case(flags=("--tp", "8", "--quantization", "modelopt_fp4"))),
+    ("vllm-slots", "width-mismatch", "error", Case(config=top_level(2, 20, 30, 58), tensors=WIDE, engine=VLLM)),
+    (
+        "vllm-slots",
+        "width-mismatch",
+        "error",
+        Case(config={"num_aux_hidden_states": 4}, engine=VLLM),
+    ),
+    (
+        "vllm-speculators",
+        "engine-version-rule",
+        "error",
+        Case(config={"speculators_model_type": "eagle3", "transformer_layer_config": DRAFT}, engine=VLLM),
+    ),
+    (
+        "vllm-speculators",
+        "engine-version-rule",
+        "error",
+        Case(
+            config=WHOLE | {"transformer_layer_config": DRAFT | {"model_type": "mixtral"}},
+            engine=VLLM,
+        ),
+    ),
+    (
+        "vllm-norms",
+        "draft-norm",
+        "error",
+        Case(config={"norm_before_fc": True}, tensors=INPUT_NORM | MLA, engine=VLLM),
+    ),
+    ("vllm-norms", "draft-norm", "error", Case(config={"use_aux_norm": True}, tensors=FC_NORM, engine=VLLM)),
+    (
+        "vllm-target",
+        "engine-version-rule",
+        "error",
+        Case(target={"architectures": ["Glm4MoeForCausalLM"]}, engine=VLLM),
+    ),
+    ("ids-captured", "boundary-missing", "error", Case(config=ids(-1, 2, 30), engine=VLLM)),
+    ("ids-captured", "boundary-missing", "error", Case(config=ids(2, 30, 62), engine=VLLM)),
+    ("ids-captured", "embedding-missing", "error", Case(config=ids(0, 3, 31), engine=VLLM)),
+    ("ids-order", "concat-order", "error", Case(config=ids(58, 2, 30), engine=VLLM)),
+    ("ids-meaning", "engine-version-rule", "info", Case(engine=VLLM)),
+    ("ids-rule-known", "undetermined", "info", Case(engine="vllm==0.30.0")),
+    ("fc-bias", "engine-version-rule", "error", Case(config={"bias": True}, tensors=BIAS, engine=VLLM)),
+    (
+        "flag-place",
+        "engine-version-rule",
+        "error",
+        Case(config={"eagle_config": {IDS: [2, 30, 58], "fc_norm": True}}, tensors=FC_NORM, engine=VLLM),
+    ),
+    ("lm-head", "embed-head", "error", Case(tensors={"lm_head.weight": None}, engine=VLLM)),
+    (
+        "algorithm",
+        "engine-version-rule",
+        "error",
+        Case(engine=VLLM, flags=("--speculative-config", '{"method": "eagle"}')),
+    ),
+    ("pipeline-parallel", "capture-lost", "error", Case(engine=VLLM, flags=("--pipeline-parallel-size", "2"))),
     (
         "target-basis",
         "rotated-basis",
@@ -359,6 +434,16 @@ SOUND: list[Case] = [
     Case(target={"architectures": ["LlamaForCausalLM"]}),
     Case(target={"architectures": ["LlamaForCausalLM"]}, engine="0.5.13"),
     Case(engine=None),
+    Case(engine=VLLM),
+    Case(config=WHOLE, engine=VLLM),
+    Case(config=top_level(2, 30, 58), engine=VLLM),
+    Case(config=ids(2, 30, 61), engine=VLLM),
+    Case(config=ids(2, 20, 30, 58), tensors=WIDE, engine=VLLM),
+    Case(config={"norm_before_fc": True}, tensors=INPUT_NORM, engine=VLLM),
+    Case(config={"fc_norm": True}, tensors=FC_NORM, engine=VLLM),
+    Case(config=ids(2, 3, 5), target={"architectures": ["LlamaForCausalLM"]}, engine=VLLM, flags=("--pp-size", "2")),
+    Case(config={"tie_word_embeddings": True}, engine=VLLM),
+    Case(engine=VLLM, flags=("--tp", "8", "--speculative-config", '{"method": "eagle3", "model": "x"}')),
 ]
 
 
@@ -376,6 +461,35 @@ def test_the_storys_config_in_two_versions(check: Check) -> None:
     assert "0.5.13 reads [2, 30, 58]" in meaning["message"]
     code, report = check(Case(engine="0.5.14"))
     assert (code, report["layers"]["declared"]) == (0, [2, 30, 58])
+
+
+def test_vllm_takes_ids_as_they_are_and_the_top_level_first(check: Check) -> None:
+    code, report = check(Case(config=ids(1, 29, 57) | {IDS: [2, 30, 58]}, engine=VLLM))
+    assert (code, report["layers"]["declared"]) == (0, [2, 30, 58])
+    code, report = check(Case(config=ids(1, 29, 57), engine=VLLM))
+    assert (code, report["layers"]["declared"]) == (0, [1, 29, 57])
+    meaning = next(f for f in report["findings"] if f["evidence"]["check"] == "ids-meaning")
+    assert "SGLang 0.5.23 reads [2, 30, 58]" in meaning["message"]
+
+
+def test_what_is_about_sglang_is_named_and_not_applied_to_vllm(
+    check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Each of these is an error on SGLang 0.5.13.
+    flags = ("--tp", "8", "--enable-two-batch-overlap")
+    code, report = check(Case(config={"norm_before_residual": True}, engine=VLLM, flags=flags))
+    assert code == 0
+    skipped = {c["check"] for c in report["inputs"]["checks"] if c["status"] == "skipped"}
+    assert {"fused-all-reduce", "graph-layers", "two-batch-overlap", "norm-before-residual", "dialect"} <= skipped
+    words = Case(engine=VLLM).write(tmp_path / "x")
+    assert main(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not run checks of SGLang alone: dialect, draft-class, " in out
+    assert "vllm" not in {c["check"].split("-")[0] for c in check(Case())[1]["inputs"]["checks"]}
+
+
+def test_a_real_speculators_draft_is_accepted_by_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--draft", str(DRAFTS / "speculators_nbr"), "--engine", VLLM, "--tp", "2"]) == 0
 
 
 def test_unknown_rule_is_inconclusive(check: Check) -> None:
@@ -399,7 +513,9 @@ def test_without_engine_and_target_the_rest_is_checked(check: Check, capsys: pyt
         ([], "--draft"),
         (["--draft", "/does/not/exist"], "does not exist"),
         (["--draft", str(DRAFTS / "specforge_sglang"), "--target", "/does/not/exist"], "/does/not/exist: "),
-        (["--draft", str(DRAFTS / "specforge_sglang"), "--engine", "tgi==1"], "--engine"),
+        (["--draft", str(DRAFTS / "specforge_sglang"), "--engine", "tgi==1"], "'tgi' is no engine that is known here"),
+        (["--draft", str(DRAFTS / "specforge_sglang"), "--engine", "vllm"], "is not sglang==VERSION or vllm==VERSION"),
+        (["--draft", str(DRAFTS / "specforge_sglang"), "--engine", "vllm==new"], "is not sglang==VERSION"),
         (["--draft", str(DRAFTS / "specforge_sglang"), "--tp", "8"], "--engine"),
         (
             ["--draft", str(DRAFTS / "specforge_sglang"), "--engine", "sglang==1.0", "--tp", "8", "--", "--tp", "4"],
@@ -525,7 +641,7 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out == report.read_text()
     assert out.startswith("**FAIL**: layer-set")
-    assert "checks were not run" in out
+    assert "Not run: checks that need SGLang as the engine" in out
 
 
 def test_other_commands_print_these_formats_too(net: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -439,3 +439,23 @@ def test_requests_may_share_a_label_and_come_in_any_order(net: Net, compare: Com
     code, report = compare(training, serving_spec(net))
     assert code == 0
     assert report["inputs"]["aligned_rows"] == len(net.ids)
+
+
+def test_ranks_with_one_fault_are_named_together(compare: Compare) -> None:
+    """One line with all of them: of eight ranks, four are no news one by one."""
+    net = make_net(tp=8)
+    odd = (2, 3, 5)
+    spec = serving_spec(net, tp=8)
+    for rank in odd:
+        spec.ranks[rank]["slot.0"] = torch.zeros_like(spec.ranks[rank]["slot.0"])
+    code, report = compare(training_spec(net), spec)
+    [finding] = [f for f in report["findings"] if f["severity"] == "error"]
+    assert (code, finding["code"], finding["slot"], finding["ranks"]) == (1, "capture-lost", 0, list(odd))
+    assert finding["message"].startswith("slot 0: ranks 2, 3, 5 differ from the others: each holds zeros")
+
+    spec = serving_spec(net, tp=8)
+    for rank in odd:
+        del spec.ranks[rank]["slot.0"]
+    code, report = compare(training_spec(net), spec)
+    [finding] = [f for f in report["findings"] if f["severity"] == "error"]
+    assert finding["message"] == "slot 0 is not stored on ranks 2, 3, 5 but is on ranks 0, 1, 4, 6, 7"

@@ -40,6 +40,6 @@ def test_make_targets_and_files_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\S+)", BLOCKS, flags=re.M):
         assert re.search(rf"^{target}:", makefile, flags=re.M)
-    for name in re.findall(r"\]\(([\w./-]+)\)", TEXT):
-        assert (ROOT / name).exists()
+    for name in re.findall(r"\]\(([\w./-]+)\)|(?:src|srcset)=\"([\w./-]+)\"", TEXT):
+        assert (ROOT / "".join(name)).exists()
     assert (ROOT / "scripts" / "gate.sh").exists()

@@ -33,9 +33,9 @@ def command(
         str | None,
         typer.Option(
             "--engine",
-            metavar="sglang==VERSION",
+            metavar="ENGINE==VERSION",
             envvar="EAGLE_PARITY_ENGINE",
-            help="The engine that will serve the draft.",
+            help="The engine that will serve the draft: sglang==VERSION or vllm==VERSION.",
         ),
     ] = None,
     tp: Annotated[
@@ -86,16 +86,15 @@ def gather(
 
 
 def _engine(text: str | None, tp: int | None, flags: Mapping[str, Any], server: str | None) -> Engine | None:
-    from eagle_parity.cli.which_layers import parse_engine
     from eagle_parity.diagnosis.files.deployment import engine_of
 
-    asked = parse_engine(text)
+    asked = options.parse_engine(text, ("sglang", "vllm"))
     version = flags.get("version") if server is not None else None
     if asked is None and version is None:
         if tp is not None or flags:
             raise UsageError(
                 "--tp and the server's flags mean nothing without its version",
-                fix="add --engine sglang==VERSION, or ask a running server with --server",
+                fix="add --engine sglang==VERSION or vllm==VERSION, or ask a running server with --server",
             )
         return None
     if asked is not None and version is not None and (asked.name, asked.version) != ("sglang", version):

@@ -13,18 +13,14 @@ if TYPE_CHECKING:
     from eagle_parity.records import Boundary, Finding, Report
 
 
+@sides.takes_files
 def command(
     training: options.Training,
     serving: options.Serving,
     draft: options.DraftOption = None,
     target: options.TargetOption = None,
     floor: options.FloorOption = None,
-    slots: sides.SlotsOption = None,
-    reference: sides.ReferenceOption = None,
-    reader: sides.ReaderOption = None,
-    limit: sides.LimitOption = None,
-    sample: sides.SampleOption = 0,
-    strict: sides.StrictOption = False,
+    how: sides.Files = sides.USUAL,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -34,7 +30,6 @@ def command(
     wrong. Exit code: 0 pass, 1 fail, 3 inconclusive.
     """
     targets = options.report_targets(report)
-    how = sides.files(reference, reader, slots, limit, sample, strict)
     return output.deliver(measure(training, serving, draft, tuple(floor or ()), how, target), format, targets)
 
 
@@ -52,6 +47,7 @@ def measure(
     """
     from eagle_parity.diagnosis.diagnose import diagnose
     from eagle_parity.diagnosis.expectation import declared_boundaries
+    from eagle_parity.diagnosis.files.pointing import point
     from eagle_parity.diagnosis.layers import heed
     from eagle_parity.diagnosis.study import study
     from eagle_parity.draft.checkpoint import open_draft
@@ -83,4 +79,4 @@ def measure(
         if ids is None and theirs.facts.draft is not None:
             ids = theirs.facts.draft.declared_ids
         declared = None if ids is None else declared_boundaries(ours.facts, theirs.facts, ids)
-        return heed(diagnose(case, declared), case, found, doubt)
+        return point(heed(diagnose(case, declared), case, found, doubt), checkpoint)

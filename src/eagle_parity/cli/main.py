@@ -17,6 +17,7 @@ from eagle_parity import __version__
 from eagle_parity.cli import (
     check,
     compare,
+    demo,
     dump_merge,
     dump_serving,
     dump_training,
@@ -58,6 +59,7 @@ app.command("check")(check.command)
 app.command("gate")(gate.command)
 app.command("inspect")(inspect.command)
 app.command("explain")(explain.command)
+app.command("demo")(demo.command)
 
 
 def _version(value: bool) -> None:
@@ -77,7 +79,6 @@ def _options(
 
 def main(args: list[str]) -> int:
     """Run one command line and return its exit code. A user's mistake never shows a traceback."""
-    as_json = output.wants_json(args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a path that the terminal cannot show is no reason to fail
     try:
@@ -85,33 +86,40 @@ def main(args: list[str]) -> int:
         with output.unread():
             sys.stdout.flush()
     except EagleParityError as error:
-        return output.show_error(error.code, error.message, error.fix, error.exit_code, as_json=as_json)
+        return output.show_error(error.code, error.message, error.fix, error.exit_code, as_json=output.wants_json(args))
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except OSError as error:
         if error.errno not in _SURROUNDINGS:
-            return _bug(error, as_json)
+            return _bug(error, args)
         output.drop_stdout()  # it may be what cannot be written
         message, fix = f"{error.strerror}: {error.filename or 'the output'}", "free disk space, or check permissions"
-        return output.show_error(EnvironmentFailure.code, message, fix, EnvironmentFailure.exit_code, as_json=as_json)
+        return output.show_error(
+            EnvironmentFailure.code, message, fix, EnvironmentFailure.exit_code, as_json=output.wants_json(args)
+        )
     except Exception as error:
         if isinstance(error, ClickException):
-            if not as_json:
+            if not output.wants_json(args):
                 error.show()  # type: ignore[attr-defined]
             message = error.format_message()  # type: ignore[attr-defined]
             return output.show_error(
-                UsageError.code, message, "see --help", UsageError.exit_code, as_json=as_json, quiet=True
+                UsageError.code,
+                message,
+                "see --help",
+                UsageError.exit_code,
+                as_json=output.wants_json(args),
+                quiet=True,
             )
-        return _bug(error, as_json)
+        return _bug(error, args)
     if result == INTERRUPTED:  # newer typers turn Ctrl-C into this result themselves
         print("interrupted; nothing was kept", file=sys.stderr)
     return result if isinstance(result, int) else 0
 
 
-def _bug(error: Exception, as_json: bool) -> int:
+def _bug(error: Exception, args: list[str]) -> int:
     traceback.print_exception(error)
     fix = "this is a bug in eagle-parity: report it with the traceback above"
-    return output.show_error("bug", f"{type(error).__name__}: {error}", fix, BUG, as_json=as_json)
+    return output.show_error("bug", f"{type(error).__name__}: {error}", fix, BUG, as_json=output.wants_json(args))
 
 
 def run() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eagle_parity.errors import UsageError
+
+if TYPE_CHECKING:
+    from eagle_parity.records import Engine
 
 
 class Format(str, enum.Enum):
@@ -18,7 +21,9 @@ class Format(str, enum.Enum):
     json = "json"
     junit = "junit"
     github = "github"
+    sarif = "sarif"
     markdown = "markdown"
+    html = "html"
 
 
 Training = Annotated[
@@ -64,3 +69,18 @@ def report_targets(values: list[str] | None) -> tuple[tuple[Format, Path], ...]:
             raise UsageError(f"--report: {Path(path).parent} is not a directory", fix="create it first")
         targets.append((Format[name], Path(path)))
     return tuple(targets)
+
+
+def parse_engine(text: str | None, known: tuple[str, ...] = ("sglang",)) -> Engine | None:
+    """`sglang==0.5.23` -> Engine. UsageError for anything else, and for an engine that the command does not know."""
+    from eagle_parity.records import Engine
+
+    if text is None:
+        return None
+    name, separator, version = text.partition("==")
+    spelled = " or ".join(f"{engine}==VERSION" for engine in known)
+    if separator and name not in known:
+        raise UsageError(f"--engine {text!r}: {name!r} is no engine that is known here", fix=f"give {spelled}")
+    if not separator or not version[:1].isdigit():
+        raise UsageError(f"--engine {text!r} is not {spelled}", fix="for example --engine sglang==0.5.23")
+    return Engine(name=name, version=version)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_parity.cli import settings
 from eagle_parity.cli.options import Format
 from eagle_parity.errors import EnvironmentFailure
 
@@ -23,7 +24,7 @@ SCHEMA_VERSION = 1
 
 
 def wants_json(args: Sequence[str]) -> bool:
-    """Whether stdout was asked to be JSON, known before the command line is parsed (it may not parse)."""
+    """Whether stdout was asked to be JSON, by flag, variable or settings file; the command line may not parse."""
     for flag, value in zip(args, [*args[1:], ""], strict=False):
         if flag == "--":
             break
@@ -31,7 +32,8 @@ def wants_json(args: Sequence[str]) -> bool:
             return value == "json"
         if flag.startswith("--format="):
             return flag == "--format=json"
-    return os.environ.get("EAGLE_PARITY_FORMAT") == "json"
+    asked = os.environ.get("EAGLE_PARITY_FORMAT") or settings.asked_format(Path.cwd(), args)
+    return bool(asked == "json")
 
 
 def show_error(code: str, message: str, fix: str, exit_code: int, *, as_json: bool, quiet: bool = False) -> int:
@@ -127,8 +129,12 @@ def render(report: Report, format: Format, *, width: int | None = None) -> str:
         return reports.to_junit(report)
     if format is Format.github:
         return reports.to_github(report)
+    if format is Format.sarif:
+        return reports.to_sarif(report)
     if format is Format.markdown:
         return reports.to_markdown(report)
+    if format is Format.html:
+        return reports.to_html(report)
     import io
 
     from rich.console import Console

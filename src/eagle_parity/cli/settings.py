@@ -7,7 +7,7 @@ EAGLE_PARITY_* variable, that beats the file, that beats the default.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,30 @@ def load(directory: Path, command: Any) -> dict[str, Any]:
 
     Raises UsageError for a file that is no TOML, and for a table or key that no command knows.
     """
+    path, table = _read(directory)
+    return _checked(path, table, command, ()) if table else {}
+
+
+def asked_format(directory: Path, args: Sequence[str]) -> Any:
+    """What the settings file says of the `format` of the command that `args` start with.
+
+    For error messages, which may be about this very file: what cannot be read says nothing.
+    """
+    try:
+        _, table = _read(directory)
+    except UsageError:
+        return None
+    asked = None
+    for word in args:
+        if not isinstance(table.get(word), dict):
+            break
+        table = table[word]
+        asked = table.get("format")
+    return asked
+
+
+def _read(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The settings file and its content; the first one that says anything. UsageError when it is no TOML."""
     for name, keys in (("eagle-parity.toml", ()), ("pyproject.toml", ("tool", "eagle-parity"))):
         path = directory / name
         if not path.is_file():
@@ -33,10 +57,10 @@ def load(directory: Path, command: Any) -> dict[str, Any]:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} is not TOML: {error}", fix="correct the file, or remove it") from None
         for key in keys:
-            table = table.get(key, {})
-        if table:
-            return _checked(path, table, command, ())
-    return {}
+            table = table.get(key, {}) if isinstance(table, dict) else {}
+        if table and isinstance(table, dict):
+            return path, table
+    return directory, {}
 
 
 def _checked(path: Path, table: Mapping[str, Any], command: Any, place: tuple[str, ...]) -> dict[str, Any]:

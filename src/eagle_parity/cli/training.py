@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from eagle_parity.cli import output
+from eagle_parity.cli.bundle import bundle
 from eagle_parity.errors import UsageError
 from eagle_parity.records import FINAL_NORM, Boundary
 
@@ -62,6 +63,9 @@ class Files:
     strict: bool = False
 
 
+USUAL = Files()
+
+
 def parse_boundaries(text: str, flag: str) -> tuple[Boundary, ...]:
     """`2,3,final.norm` -> (2, 3, "final.norm"). Raises UsageError naming the flag."""
     found: list[Boundary] = []
@@ -79,11 +83,20 @@ def parse_boundaries(text: str, flag: str) -> tuple[Boundary, ...]:
 
 
 def files(
-    reference: Path | None, reader: str | None, slots: str | None, limit: int | None, seed: int, strict: bool
+    reference: ReferenceOption = None,
+    reader: ReaderOption = None,
+    slots: SlotsOption = None,
+    limit: LimitOption = None,
+    sample: SampleOption = 0,
+    strict: StrictOption = False,
 ) -> Files:
     """The options as given on a command line. Raises UsageError for --slots that are no boundaries."""
     chosen = None if slots is None else parse_boundaries(slots, "--slots")
-    return Files(reference, reader, chosen, limit, seed, strict)
+    return Files(reference, reader, chosen, limit, sample, strict)
+
+
+takes_files = bundle("how", files)
+"""Decorates a command that takes training files: `how` comes from the options of `files`."""
 
 
 def open_side(path: Path, how: Files, model: Model | None = None) -> Capture:

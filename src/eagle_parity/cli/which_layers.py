@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from eagle_parity.records import Engine, Report
 
 
+@sides.takes_files
 def command(
     training: options.Training,
     serving: Annotated[Path | None, typer.Argument(help="The serving dump.", show_default=False)] = None,
@@ -28,12 +29,7 @@ def command(
             "--engine", metavar="sglang==VERSION", help="Without SERVING: the engine to judge the config for."
         ),
     ] = None,
-    slots: sides.SlotsOption = None,
-    reference: sides.ReferenceOption = None,
-    reader: sides.ReaderOption = None,
-    limit: sides.LimitOption = None,
-    sample: sides.SampleOption = 0,
-    strict: sides.StrictOption = False,
+    how: sides.Files = sides.USUAL,
     format: options.FormatOption = options.Format.table,
     report: options.ReportOption = None,
 ) -> int:
@@ -45,8 +41,7 @@ def command(
     if draft is None:
         raise UsageError("which-layers needs the draft checkpoint", fix="give it with --draft DIR")
     targets = options.report_targets(report)
-    how = sides.files(reference, reader, slots, limit, sample, strict)
-    return output.deliver(measure(training, serving, draft, how, parse_engine(engine), target), format, targets)
+    return output.deliver(measure(training, serving, draft, how, options.parse_engine(engine), target), format, targets)
 
 
 def measure(
@@ -58,6 +53,7 @@ def measure(
     target: Path | None = None,
 ) -> Report:
     """Open what is given, replay the draft, and put the answers side by side."""
+    from eagle_parity.diagnosis.files.pointing import point
     from eagle_parity.diagnosis.layers import compare_layers, declare_layers, trained_order
     from eagle_parity.diagnosis.replay import try_replay
     from eagle_parity.diagnosis.study import study
@@ -70,21 +66,9 @@ def measure(
     with output.replaying() as step:
         found, doubt = try_replay(checkpoint, ours, target, step=step)
     if theirs is None:
-        return declare_layers(ours, checkpoint, engine, found, doubt)
+        return point(declare_layers(ours, checkpoint, engine, found, doubt), checkpoint)
     known = trained_order(ours, found)
     with output.measuring(len(theirs.tokens.token_ids)) as step:
         references = sides.maps(how, theirs)
         case = study(ours, theirs, checkpoint.declared_ids, references=references, proven=known, step=step)
-        return compare_layers(case, checkpoint, found, doubt)
-
-
-def parse_engine(text: str | None) -> Engine | None:
-    """`sglang==0.5.23` -> Engine. UsageError for anything else."""
-    from eagle_parity.records import Engine
-
-    if text is None:
-        return None
-    name, separator, version = text.partition("==")
-    if name != "sglang" or not separator or not version[:1].isdigit():
-        raise UsageError(f"--engine {text!r} is not sglang==VERSION", fix="for example --engine sglang==0.5.23")
-    return Engine(name=name, version=version)
+        return point(compare_layers(case, checkpoint, found, doubt), checkpoint)

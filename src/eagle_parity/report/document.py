@@ -33,9 +33,9 @@ def to_document(report: Report) -> dict[str, Any]:
         "findings": [_finding(finding) for finding in report.findings],
         "layers": None if report.layers is None else asdict(report.layers),
     }
-    plain = _plain(document)
-    assert isinstance(plain, dict)
-    return plain
+    made = plain(document)
+    assert isinstance(made, dict)
+    return made
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples to lists, mappings to dicts, NaN and infinity to None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -5,10 +5,9 @@ https://docs.github.com/actions/reference/workflow-commands-for-github-actions, 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from eagle_parity.records import Finding, Report
-from eagle_parity.report.table import summary
+from eagle_parity.report.content import summary
+from eagle_parity.report.place import find_place
 
 _LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
 
@@ -20,20 +19,13 @@ def to_github(report: Report) -> str:
 
 
 def _annotation(finding: Finding) -> str:
-    evidence = finding.evidence
     properties = {"title": f"eagle-parity {finding.code}"}
-    if "file" in evidence and "line" in evidence:
-        properties = {"file": _relative(str(evidence["file"])), "line": str(evidence["line"])} | properties
+    place = find_place(finding)
+    if place is not None:
+        properties = {"file": place.file, "line": str(place.line)} | properties
     listed = ",".join(f"{name}={_escape(value, ':,')}" for name, value in properties.items())
     text = f"{finding.message}\nfix: {finding.fix}"
     return f"::{_LEVEL[finding.severity]} {listed}::{_escape(text)}"
-
-
-def _relative(path: str) -> str:
-    """Annotations need a path inside the repository, which is where a workflow runs."""
-    absolute = Path(path).absolute()
-    here = Path.cwd()
-    return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else path
 
 
 def _escape(text: str, more: str = "") -> str:

@@ -4,7 +4,7 @@ The registry: one function a check, with its finding code, what it needs to know
 writing the function and adding its name here. Loads neither torch nor numpy.
 """
 
-from eagle_parity.diagnosis.files import ids, norms, precision, rope, serving, vocabulary, widths
+from eagle_parity.diagnosis.files import ids, norms, precision, rope, serving, vllm, vocabulary, widths
 from eagle_parity.diagnosis.files.check import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -59,4 +59,8 @@ CHECKS: tuple[Check, ...] = (
     precision.like_target,
     precision.inherits,
     precision.target_basis,
+    vllm.slots,
+    vllm.speculators,
+    vllm.norms,
+    vllm.target,
 )

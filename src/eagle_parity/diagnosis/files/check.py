@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from eagle_parity.diagnosis.files.deployment import Deployment
 from eagle_parity.records import Severity
 
-Need: TypeAlias = Literal["config", "target", "engine", "sglang", "tp"]
+Need: TypeAlias = Literal["config", "target", "engine", "sglang", "vllm", "tp"]
 """What must be known before a check can say anything."""
 
 GIVE: Mapping[Need, str] = {
@@ -18,8 +18,13 @@ GIVE: Mapping[Need, str] = {
     "target": "the target (--target)",
     "engine": "the engine (--engine or --server)",
     "sglang": "SGLang as the engine (--engine sglang==VERSION or --server)",
+    "vllm": "vLLM as the engine (--engine vllm==VERSION)",
     "tp": "the tensor-parallel size (--tp or --server)",
 }
+
+
+SGLANG_ALONE = "SGLang as the engine: it is about that one alone"
+"""Why a check is not run on another engine."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ class Check:
         """Which needs are not met."""
         return tuple(need for need in self.needs if not _met(need, deployment))
 
+    def of_other_engine(self, deployment: Deployment) -> bool:
+        """Whether the check is about an engine that another one stands in for."""
+        return deployment.engine is not None and bool({"sglang", "vllm"} & set(self.missing(deployment)))
+
     def run(self, deployment: Deployment) -> Iterator[Problem]:
         """The problems; the needs must be met."""
         yield from self.body(deployment)
@@ -74,6 +83,8 @@ def _met(need: Need, deployment: Deployment) -> bool:
         return deployment.engine is not None
     if need == "sglang":
         return deployment.sglang is not None
+    if need == "vllm":
+        return deployment.vllm
     return deployment.engine is not None and deployment.engine.tp_size is not None
 
 

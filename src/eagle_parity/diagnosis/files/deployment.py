@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_parity.conventions import vllm
 from eagle_parity.conventions.sglang import Served, Version, find_rule, parse_version, served
 from eagle_parity.draft.checkpoint import DraftCheckpoint
 from eagle_parity.draft.config import NAME
@@ -78,6 +79,11 @@ class Deployment:
         return parse_version(self.engine.version)
 
     @property
+    def vllm(self) -> bool:
+        """Whether vLLM is the engine."""
+        return self.engine is not None and self.engine.name == "vllm"
+
+    @property
     def config_path(self) -> Path | None:
         """The draft's config.json; None where the checkpoint lies without one."""
         if self.draft.dialect == "none":
@@ -91,9 +97,11 @@ class Deployment:
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """The declared ids that the engine reads: SGLang those nested in eagle_config, others what is there."""
+        """The declared ids that the engine reads: SGLang those nested in eagle_config, vLLM the top level first."""
         if self.engine is not None and self.engine.name == "sglang" and self.draft.declared_in != "eagle_config":
             return None
+        if self.vllm:
+            return self.draft.config.conflicting_ids() or self.draft.declared_ids
         return self.draft.declared_ids
 
     @property
@@ -107,10 +115,11 @@ class Deployment:
         return None if self.target is None else self.target.integer("num_hidden_layers")
 
     def served(self, ids: Sequence[int] | None) -> Served | None:
-        """What SGLang captures for an id list (None: its default); None where its rule is not known."""
-        if self.engine is None or self.engine.name != "sglang":
+        """What the engine captures for an id list (None: its default); None where its rule is not known."""
+        if self.engine is None:
             return None
-        return served(ids, architecture=self.architecture, version=self.engine.version, num_layers=self.layers)
+        rule = served if self.engine.name == "sglang" else vllm.served
+        return rule(ids, architecture=self.architecture, version=self.engine.version, num_layers=self.layers)
 
     @property
     def family(self) -> str | None:
@@ -123,6 +132,8 @@ class Deployment:
     def rule_known(self) -> bool:
         """Whether the meaning of ids is known for this engine, version and model class."""
         version = None if self.engine is None else self.engine.version
+        if self.vllm:
+            return True
         return find_rule(self.architecture, version) is not None
 
     def flag(self, *names: str) -> Any:
@@ -173,7 +184,7 @@ def _embed_rows(directory: Path) -> int | None:
 def command_flags(words: Sequence[str]) -> dict[str, Any]:
     """A server's command line as server arguments: `--tp 8 --enable-x` -> {"tp_size": 8, "enable_x": True}.
 
-    Values are read as JSON where they are (numbers, true), else kept as text; several values make a list.
+    Values are read as JSON where they are (numbers, true, objects), else kept as text; several values make a list.
     """
     flags: dict[str, Any] = {}
     name: str | None = None
@@ -196,7 +207,7 @@ def _value(text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text
-    return value if isinstance(value, int | float | bool) else text
+    return value if isinstance(value, int | float | bool | dict) else text
 
 
 def engine_of(name: str, version: str, flags: Mapping[str, Any], tp: int | None = None) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from eagle_parity.conventions import vllm
 from eagle_parity.conventions.sglang import NEWEST, OLDEST, ids_for, parse_version, served
 from eagle_parity.diagnosis.files.check import Problem, check
 from eagle_parity.diagnosis.files.deployment import Deployment
@@ -139,7 +140,7 @@ def count(deployment: Deployment) -> Iterator[Problem]:
 def in_range(deployment: Deployment) -> Iterator[Problem]:
     """Ids that name no layer, whatever the engine; what a known version makes of them is `ids-captured`."""
     ids, layers = deployment.draft.declared_ids, deployment.layers
-    if ids is None or layers is None or (deployment.sglang is not None and deployment.rule_known):
+    if ids is None or layers is None or (deployment.engine is not None and deployment.rule_known):
         return
     outside = [i for i in ids if not 0 <= i <= layers]
     if outside:
@@ -160,34 +161,42 @@ def in_range(deployment: Deployment) -> Iterator[Problem]:
         )
 
 
-@check("ids-captured", "boundary-missing", "config", "target", "sglang", source="sglang models/*.py; sglang#32226")
+@check(
+    "ids-captured",
+    "boundary-missing",
+    "config",
+    "target",
+    "engine",
+    source="sglang models/*.py; sglang#32226; vllm models/interfaces.py, deepseek_v2.py",
+)
 def captured(deployment: Deployment) -> Iterator[Problem]:
     """Ids (or the default) that this version cannot capture."""
     answer = deployment.served(deployment.ids)
-    if answer is None or deployment.draft.dialect == "speculators":
+    if answer is None or (deployment.draft.dialect == "speculators" and deployment.sglang is not None):
         return
     for problem in answer.problems:
         if "repeat" in problem and deployment.ids is not None:
             continue  # `unique` says it
-        embedding = problem.startswith("the embedding")
+        embedding = "the embedding" in problem
+        upgrade = embedding and deployment.sglang is not None
         yield Problem(
             "error",
             f"{deployment.name}: {problem}",
-            "upgrade to 0.5.14 or later" if embedding else "declare layers that can be captured, or retrain on such",
+            "upgrade to 0.5.14 or later" if upgrade else "declare layers that can be captured, or retrain on such",
             _place(deployment),
             "embedding-missing" if embedding else "layer-set" if "repeat" in problem else None,
             evidence={"ids": deployment.ids, "served": list(answer.boundaries), "rule": answer.rule},
         )
 
 
-@check("ids-order", "concat-order", "config", source="sglang: captures are appended in ascending layer order")
+@check("ids-order", "concat-order", "config", source="sglang and vllm: captures are appended in ascending layer order")
 def order(deployment: Deployment) -> Iterator[Problem]:
     """Ids that do not ascend: the server's order does, whatever the list says."""
     ids = deployment.draft.declared_ids
     if ids is None or list(ids) == sorted(ids):
         return
     yield Problem(
-        "error" if deployment.sglang is not None else "warning",
+        "error" if deployment.engine is not None else "warning",
         f"the ids {list(ids)} do not ascend; the slots are filled in ascending layer order whatever the list says",
         f"if training used the ascending order, write {sorted(ids)}; if it used this one, retrain on the ascending "
         "order or permute the columns of fc.weight (no id list can)",
@@ -196,20 +205,27 @@ def order(deployment: Deployment) -> Iterator[Problem]:
     )
 
 
-@check("ids-meaning", "engine-version-rule", "config", "target", "sglang", source="sglang PR #25454, PR #32334")
+@check(
+    "ids-meaning",
+    "engine-version-rule",
+    "config",
+    "target",
+    "engine",
+    source="sglang PR #25454, PR #32334; vllm gpu_model_runner.py",
+)
 def meaning(deployment: Deployment) -> Iterator[Problem]:
     """What the ids mean here, and where another version would read them otherwise."""
     assert deployment.engine is not None
     assert deployment.engine.version is not None
     ids = deployment.ids
     answer = deployment.served(ids)
-    if answer is None or ids is None or deployment.draft.dialect == "speculators":
+    if answer is None or ids is None or (deployment.draft.dialect == "speculators" and deployment.sglang is not None):
         return
     others = {}
-    for version in ("0.5.12", "0.5.13", "0.5.17"):
+    for version in ("0.5.12", "0.5.13", "0.5.17") if deployment.sglang is not None else (NEWEST,):
         other = served(ids, architecture=deployment.architecture, version=version, num_layers=deployment.layers)
         if other is not None and other.boundaries != answer.boundaries:
-            others[version] = list(other.boundaries)
+            others[version if deployment.sglang is not None else f"SGLang {version}"] = list(other.boundaries)
     elsewhere = "; ".join(f"{version} reads {boundaries}" for version, boundaries in others.items())
     yield Problem(
         "info",
@@ -223,7 +239,7 @@ def meaning(deployment: Deployment) -> Iterator[Problem]:
             "rule": answer.rule,
             "rule_source": answer.source,
             "other_versions": others,
-            "ids_for_these_boundaries_as_given": ids_for(
+            "ids_for_these_boundaries_as_given": (vllm.ids_for if deployment.vllm else ids_for)(
                 ids,
                 architecture=deployment.architecture,
                 version=deployment.engine.version,
@@ -233,7 +249,7 @@ def meaning(deployment: Deployment) -> Iterator[Problem]:
     )
 
 
-@check("ids-rule-known", "undetermined", "config", "target", "sglang", source="conventions/sglang.py")
+@check("ids-rule-known", "undetermined", "config", "target", "engine", source="conventions/sglang.py, vllm.py")
 def rule_known(deployment: Deployment) -> Iterator[Problem]:
     """A model class or version whose rule nobody has read: nothing can be said about the ids."""
     assert deployment.engine is not None
@@ -247,6 +263,12 @@ def rule_known(deployment: Deployment) -> Iterator[Problem]:
         )
         return
     number = deployment.sglang
+    if deployment.vllm and deployment.engine.version != vllm.READ_IN:
+        yield Problem(
+            "info",
+            f"the rules of vLLM were read in {vllm.READ_IN}, and are assumed for {deployment.name}",
+            'hold the server\'s log against it ("Using auxiliary layers from speculative config")',
+        )
     if number is not None and not parse_version(OLDEST) <= number <= parse_version(NEWEST):
         yield Problem(
             "info",

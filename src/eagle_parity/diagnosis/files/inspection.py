@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_parity.diagnosis.files import CHECKS
-from eagle_parity.diagnosis.files.check import GIVE, Check, Problem
+from eagle_parity.diagnosis.files.check import GIVE, SGLANG_ALONE, Check, Problem
 from eagle_parity.diagnosis.files.deployment import Deployment
 from eagle_parity.diagnosis.files.lines import line_of
 from eagle_parity.records import Finding, Layers, Report, Verdict
@@ -25,6 +25,8 @@ def inspect_files(deployment: Deployment) -> Report:
     checks: list[dict[str, Any]] = []
     for check in CHECKS:
         missing = check.missing(deployment)
+        if "vllm" in missing and deployment.engine is not None:
+            continue
         found = [] if missing else [_finding(check, problem, deployment) for problem in check.run(deployment)]
         findings += found
         worst = min((finding.severity for finding in found), key=_WEIGHT.__getitem__, default=None)
@@ -33,7 +35,9 @@ def inspect_files(deployment: Deployment) -> Report:
                 "check": check.name,
                 "code": check.code,
                 "status": "skipped" if missing else "ok" if worst in (None, "info") else worst,
-                "why": " and ".join(GIVE[need] for need in missing) or None,
+                "why": SGLANG_ALONE
+                if check.of_other_engine(deployment)
+                else " and ".join(GIVE[need] for need in missing) or None,
                 "source": check.source,
             }
         )

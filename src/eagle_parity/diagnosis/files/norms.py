@@ -118,17 +118,18 @@ def norm_weights(deployment: Deployment) -> Iterator[Problem]:
     "flag-place",
     "engine-version-rule",
     "config",
-    "sglang",
-    source="llama_eagle3.py and kimi_k25_eagle3.py of 0.5.12 to 0.5.23",
+    "engine",
+    source="sglang llama_eagle3.py and kimi_k25_eagle3.py of 0.5.12 to 0.5.23; vllm llama_eagle3.py 0.33.0",
 )
 def flag_place(deployment: Deployment) -> Iterator[Problem]:
-    """fc_norm and norm_output inside eagle_config, where SGLang does not look."""
+    """fc_norm and norm_output inside eagle_config, where no engine looks."""
+    assert deployment.engine is not None
     config = deployment.draft.config
     for name in ("fc_norm", "use_aux_norm", "norm_output", "num_aux_hidden_states", "target_hidden_size"):
         if config.nested.get(name) and name not in config.document:
             yield Problem(
                 "error",
-                f"{name} is inside eagle_config; SGLang reads it at the top level only",
+                f"{name} is inside eagle_config; {deployment.name} reads it at the top level only",
                 f"move {name} to the top level of config.json",
                 ("eagle_config", name),
             )
@@ -173,11 +174,21 @@ def norm_output_meaning(deployment: Deployment) -> Iterator[Problem]:
 
 
 @check(
-    "fc-bias", "engine-version-rule", "config", "sglang", source="llama_eagle3.py: bias=getattr(config, 'bias', False)"
+    "fc-bias",
+    "engine-version-rule",
+    "config",
+    "engine",
+    source="sglang llama_eagle3.py: bias=getattr(config, 'bias', False); vllm llama_eagle3.py: bias=False",
 )
 def fc_bias(deployment: Deployment) -> Iterator[Problem]:
     """A bias of the fc that the config does not announce is left out."""
-    if deployment.draft.bias and deployment.draft.config.document.get("bias") is not True:
+    if deployment.draft.bias and deployment.vllm:
+        yield Problem(
+            "error",
+            f"the checkpoint has fc.bias; {deployment.name} builds the fc without",
+            "retrain the draft without a bias of the fc, or serve it with SGLang",
+        )
+    elif deployment.draft.bias and deployment.draft.config.document.get("bias") is not True:
         yield Problem(
             "error",
             'the checkpoint has fc.bias, but config.json does not say "bias": true: SGLang leaves it out',
@@ -190,6 +201,8 @@ def fc_bias(deployment: Deployment) -> Iterator[Problem]:
 def fc_used(deployment: Deployment) -> Iterator[Problem]:
     """One slot of the draft's own width: engines decide by width and skip the fc."""
     draft = deployment.draft
+    if deployment.vllm:  # its combine_hidden_states always runs the fc
+        return
     if draft.num_slots == 1 and draft.target_hidden_size == draft.hidden_size:
         yield Problem(
             "error",

@@ -17,6 +17,8 @@ from eagle_parity.draft.config import IDS
 
 NESTED = ("eagle_config", IDS)
 LONG = 2048
+_VLLM_OVER_STAGES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Target classes that hand captured states on to the next pipeline stage: vllm 0.33.0, models/llama.py, qwen2.py."""
 
 
 @check(
@@ -57,6 +59,16 @@ def draft_class(deployment: Deployment) -> Iterator[Problem]:
 )
 def algorithm(deployment: Deployment) -> Iterator[Problem]:
     """The draft is EAGLE-3; another algorithm makes the target hand over another state."""
+    if deployment.vllm:
+        config = deployment.flag("speculative_config")
+        method = config.get("method") if isinstance(config, dict) else None
+        if isinstance(method, str) and method != "eagle3":
+            yield Problem(
+                "error",
+                f"the server's speculative method is {method}, the draft is EAGLE-3",
+                'write "method": "eagle3" in --speculative-config',
+            )
+        return
     asked = deployment.flag("speculative_algorithm")
     if isinstance(asked, str) and asked.upper() != "EAGLE3":
         yield Problem(
@@ -154,6 +166,8 @@ def pipeline_parallel(deployment: Deployment) -> Iterator[Problem]:
     """Only the last pipeline stage captures."""
     assert deployment.engine is not None
     size = deployment.engine.pp_size
+    if deployment.vllm and deployment.architecture in _VLLM_OVER_STAGES:
+        return
     if size is not None and size > 1:
         yield Problem(
             "error",

@@ -40,6 +40,16 @@ def lm_head(deployment: Deployment) -> Iterator[Problem]:
     """A head that nobody provides stays random: HTTP 200 and nothing accepted."""
     draft = deployment.draft
     declared = draft.config.integer("draft_vocab_size")
+    if deployment.vllm:  # shares the target's head where the draft has none, and knows no tied head
+        if "lm_head" in draft.missing and _reduced(deployment):
+            yield Problem(
+                "error",
+                f"the checkpoint has no lm_head.weight, and the target's has {draft.vocab_size} rows instead of "
+                f"{draft.draft_vocab_size}",
+                "export the draft with its lm_head",
+                ("draft_vocab_size",),
+            )
+        return
     if "lm_head" in draft.missing and not _ties(deployment):
         if declared is not None:
             yield Problem(

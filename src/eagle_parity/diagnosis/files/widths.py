@@ -111,6 +111,8 @@ def draft_tp(deployment: Deployment) -> Iterator[Problem]:
     size, draft = deployment.engine.tp_size or 1, deployment.draft
     heads = draft.config.integer("num_attention_heads")
     for name, value in (("num_attention_heads", heads), ("hidden_size", draft.hidden_size)):
+        if name == "hidden_size" and deployment.vllm:
+            continue  # its fc is whole on every rank
         if value is not None and value % size:
             yield Problem(
                 "error",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from eagle_parity.alignment.partial import PartialSum, find_partial_sum
@@ -26,8 +26,7 @@ def capture_lost(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "capture-lost",
                 "error",
-                f"{tensor.where} is not stored on rank {_list(tensor.ranks.missing)} but is on rank "
-                f"{_list(tensor.ranks.ranks)}",
+                f"{tensor.where} is not stored on {_name(tensor.ranks.missing)} but is on {_name(tensor.ranks.ranks)}",
                 "capture again; if it stays, those ranks never ran the capture (pipeline or context parallelism, "
                 "two-batch overlap): turn that off for the capture",
                 slot=tensor.slot,
@@ -39,7 +38,7 @@ def capture_lost(case: Case) -> Iterator[Finding]:
         yield Finding(
             "capture-lost",
             "warning",
-            f"rank {_list(lost)} of TP={size} has no file in the dump",
+            f"{_name(lost)} of TP={size} {'has' if len(lost) == 1 else 'have'} no file in the dump",
             "capture with every rank writing to the same directory, or join copies with `dump merge`",
             ranks=lost,
         )
@@ -216,19 +215,25 @@ def late_partial_sum(case: Case) -> Iterator[Finding]:
 def odd_rank(case: Case) -> Iterator[Finding]:
     """Some ranks hold something else than the others: a stale or corrupt rank, which is no partial sum."""
     for tensor in case.tensors:
-        for view in tensor.ranks.views:
-            if view.rank not in tensor.odd_ranks:
-                continue
-            code, what = _what_odd_rank_holds(case, tensor, view.rank)
+        held: dict[str, dict[str, list[int]]] = {}
+        for rank in (view.rank for view in tensor.ranks.views if view.rank in tensor.odd_ranks):
+            code, what = _what_odd_rank_holds(case, tensor, rank)
+            held.setdefault(code, {}).setdefault(what, []).append(rank)
+        for code, groups in held.items():
+            parts = [
+                f"{_name(ranks)} differ{'s' if len(ranks) == 1 else ''} from the others: {_each(ranks, what)}"
+                for what, ranks in groups.items()
+            ]
+            odd = tuple(sorted(rank for ranks in groups.values() for rank in ranks))
             yield Finding(
                 code,
                 "error",
-                f"{tensor.where}: rank {view.rank} differs from the other ranks: {what}",
-                "look at that rank's capture buffer and at the collective before it (a buffer not refreshed, a rank "
-                "that skipped the step, memory corruption); capture again to see whether it is always the same rank",
+                f"{tensor.where}: {'; '.join(parts)}",
+                "look at the capture buffer there and at the collective before it (a buffer not refreshed, a rank "
+                "that skipped the step, memory corruption); capture again to see whether the ranks are always the same",
                 slot=tensor.slot,
                 boundary=tensor.reference,
-                ranks=(view.rank,),
+                ranks=odd,
                 evidence=_spread(tensor),
             )
         if _unexplained(case, tensor):
@@ -304,5 +309,9 @@ def _spread(tensor: TensorCase) -> dict[str, object]:
     }
 
 
-def _list(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _each(ranks: Sequence[int], what: str) -> str:
+    return what if len(ranks) == 1 else what.replace("it holds", "each holds", 1)
