@@ -49,7 +49,8 @@ SPARE_BYTES = 2**30  # of the disk, left to the server whatever happens …
 SPARE_FRACTION = 0.05  # … or this part of a disk that is smaller than that
 QUIET_SECONDS = 0.05  # without a new record, after which the waiting ones are written …
 LAZY_BYTES = 64 * 2**20  # … or as soon as this much waits
-REST = 30  # how long the writer rests after a record, in times of what the record took
+REST = 30  # how long the writer rests after a record, in times of what the record took …
+REST_SECONDS = 0.02  # … at most: what a big record takes is copying, which keeps nobody from the interpreter
 STALE_SECONDS = 3600.0  # after which a record that nobody has collected may be deleted to make room
 
 _HEADER = "eagle_parity"
@@ -337,7 +338,7 @@ class SpoolWriter:
     def _rest(self, took: float) -> None:
         """Never take more than a small share of the interpreter's time, or the request after a probe's pays for it."""
         if self._pending < LAZY_BYTES and not self._closing:
-            time.sleep(REST * took)
+            time.sleep(min(REST * took, REST_SECONDS))
 
     def _wait_for_quiet(self, job: _Job) -> None:
         """Let a request's forwards go by first: this thread takes turns with the scheduler's, which costs it."""
