@@ -138,8 +138,8 @@ def write_prompts(path: Path, *lines: Mapping[str, Any]) -> Path:
     return path
 
 
-@pytest.fixture(scope="package")
-def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dump]:
+def dumper(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dump]:
+    """Takes the lines of a prompt file and options, and gives the dump that `dump serving` makes with them."""
     server, capture_dir = site
 
     def run(*lines: dict[str, Any], options: tuple[str, ...] = ()) -> Dump:
@@ -153,8 +153,18 @@ def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="package")
+def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dump]:
+    return dumper(site, tmp_path_factory)
+
+
+@pytest.fixture(scope="package")
 def quiet(dump_serving: Callable[..., Dump]) -> Dump:
     """A dump made while nobody else uses the server."""
+    return quiet_dump(dump_serving)
+
+
+def quiet_dump(dump_serving: Callable[..., Dump]) -> Dump:
+    """A dump of TEXTS."""
     lines = [{"id": label, "token_ids": token_ids} for label, token_ids in TEXTS]
     return dump_serving(*lines, options=("--max-new-tokens", str(NEW_TOKENS)))
 

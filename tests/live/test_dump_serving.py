@@ -25,6 +25,21 @@ def test_the_manifest(quiet: Dump) -> None:
         128,
         6,
     )
+    assert facts.engine is not None
+    assert (facts.engine.name, facts.engine.tp_size) == ("sglang", 2)
+    assert facts.engine.flags["speculative_algorithm"] == "EAGLE3"
+    assert (len(str(facts.run)), facts.missing_ranks) == (16, ())
+    assert facts.draft is not None
+    assert (facts.draft.name, facts.draft.declared_ids, facts.draft.num_slots) == ("draft", (1, 2, 4), 3)
+    assert facts.draft.spec_accept_length is not None
+    assert facts.draft.spec_accept_length > 1.2
+    assert str(facts.source.detail).startswith(
+        "slots are what the draft was given, bitwise what the target gave in all "
+    )
+
+
+def test_the_server_s_facts(quiet: Dump) -> None:
+    facts = quiet.facts
     engine = facts.engine
     assert engine is not None
     assert (engine.name, engine.version) == ("sglang", version("sglang"))
@@ -44,17 +59,10 @@ def test_the_manifest(quiet: Dump) -> None:
         "chunked_prefill_size": CHUNK,
         "disable_radix_cache": True,
     }.items() <= engine.flags.items()
-    assert (len(str(facts.run)), facts.missing_ranks) == (16, ())
-    assert facts.draft is not None
-    assert (facts.draft.name, facts.draft.declared_ids, facts.draft.num_slots) == ("draft", (1, 2, 4), 3)
-    assert facts.draft.spec_accept_length is not None
-    # SGLang's number: the tokens of an answer, the prefill's own included, a verify.
+    # SGLang's own number: the tokens of an answer, the prefill's included, a verify.
     trees = sum(request.phase == "verify" for request in quiet.tokens.requests)
+    assert facts.draft is not None
     assert facts.draft.spec_accept_length == pytest.approx(len(TEXTS) * NEW_TOKENS / trees)
-    assert facts.draft.spec_accept_length > 1.2
-    assert str(facts.source.detail).startswith(
-        "slots are what the draft was given, bitwise what the target gave in all "
-    )
 
 
 def test_prefill_is_stitched_and_is_what_transformers_computes(quiet: Dump, reference: States) -> None:

@@ -6,29 +6,23 @@ folder of the user's cache that comes first on PYTHONPATH.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from eagle_parity.captures.server import Server, launched
+from eagle_parity.dump import Dump
 from tests.live import test_dump_serving as newest
-from tests.live.test_dump_serving import CHUNK, dump_serving, models, quiet, reference  # noqa: F401
+from tests.live.conftest import CHUNK, ROOT, dumper, free_port, needs_sglang, quiet_dump, serve
 from tests.wheels import cache_directory, wheel
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.slow, needs_sglang]
 
-ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "demo" / "sglang_cpu" / "shim_0_5_14"
 VERSION = "0.5.14"
 
@@ -47,12 +41,8 @@ def overlay() -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(models: Path) -> Iterator[tuple[Server, Path]]:  # noqa: F811
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def site(models: Path) -> Iterator[tuple[Server, Path]]:
     path = [str(overlay()), str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
-    serve = ["bash", str(ROOT / "demo" / "serve.sh"), str(models / "target"), str(models / "draft")]
     with pytest.MonkeyPatch.context() as patched:
         for name, value in {
             "PYTHON": sys.executable,
@@ -62,9 +52,19 @@ def site(models: Path) -> Iterator[tuple[Server, Path]]:  # noqa: F811
             "TORCHDYNAMO_DISABLE": "1",
         }.items():
             patched.setenv(name, value)
-        options = ["--attention-backend", "triton", "--chunked-prefill-size", str(CHUNK), "--port", str(port)]
-        with launched([*serve, *options], timeout=300) as started:
+        options = ["--attention-backend", "triton", "--chunked-prefill-size", str(CHUNK), "--port", str(free_port())]
+        with launched(serve(models, *options), timeout=300) as started:
             yield started
+
+
+@pytest.fixture(scope="module")
+def dump_serving(site: tuple[Server, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dump]:
+    return dumper(site, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def quiet(dump_serving: Callable[..., Dump]) -> Dump:
+    return quiet_dump(dump_serving)
 
 
 def test_it_is_the_older_version(site: tuple[Server, Path]) -> None:
