@@ -47,7 +47,7 @@ def served(models: Path, draft: str, *arguments: str, tp: int = 2) -> Iterator[t
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = ["bash", str(ROOT / "demo" / "serve.sh"), str(models / "target"), draft, "--chunked-prefill-size", "32"]
-    environ = {BOUNDARIES: "all", "TP": str(tp)}
+    environ = {BOUNDARIES: "all", "TP": str(tp), "PYTHON": sys.executable}
     with launched([*command, *arguments, "--port", port], timeout=400, environ=environ) as started:
         yield started
 
