@@ -200,13 +200,9 @@ def wrap_as_kimi(path: Path) -> None:
         {f"language_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"}
     )
     text = json.loads((path / "config.json").read_text())
-    tower = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": 2,
-        "text_hidden_size": text["hidden_size"],
-    }
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+    # The published config has these names, of which SGLang reads some.
+    tower |= {f"vt_{name}": value for name, value in tower.items()} | {"text_hidden_size": text["hidden_size"]}
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",

@@ -431,3 +431,48 @@ def test_the_tables_of_check_agree_with_the_wheel(version: str) -> None:
         assert early == (number < line.until), architecture
     late = "captured_last_layer_outputs" in words(source, f"{SRT}.models.deepseek_v2")
     assert late == (number >= engine.EARLY_CAPTURE[0].until)
+
+
+LAYERS = {
+    "llama": "LlamaDecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "deepseek_v2": "DeepseekV2DecoderLayer",
+    "gpt_oss": "GptOssDecoderLayer",
+    "glm4_moe": "Glm4MoeDecoderLayer",
+}
+
+
+def make_of(source: Source, module: str, layer: str) -> str | None:
+    """How a layer reads the stream, as captures/boundaries.py tells the makes apart; None: not one of them."""
+    place, batch = source.find(module, f"{layer}.forward"), "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
+    assert place is not None
+    text = ast.unparse(place[1])
+    if "self.attn_boundary.prepare(" in text:
+        return "stage" if "residual_stream" in (source.names(batch) or set()) else None
+    if "self.layer_communicator.prepare_attn" in text:
+        owner = "sglang.srt.layers.communicator", "LayerCommunicator.prepare_attn"
+        found = source.find(*owner)
+        # Its second value is the stream, once the sum that the layer before may owe is completed.
+        known = found is not None and "return (hidden_states, residual)" in ast.unparse(found[1])
+        return "communicator" if known and "_sglang_needs_allreduce_fusion" in ast.unparse(found[1]) else None
+    return "pair" if {"hidden_states", "residual"} <= (source.names(f"{module}:{layer}.forward") or set()) else None
+
+
+@pytest.mark.parametrize("model", LAYERS)
+@every_version
+def test_layers_are_of_a_make_whose_boundaries_can_be_read(model: str, version: str) -> None:
+    module, source = f"sglang.srt.models.{model}", source_of(version)
+    made = make_of(source, module, LAYERS[model])
+    since_0_5_21 = "pair" if (model, version) == ("llama", "0.5.21") else "stage"
+    older = "pair" if model == "llama" else "communicator"
+    assert made == (since_0_5_21 if parse_version(version) >= (0, 5, 21) else older)
+
+
+def test_a_layer_of_another_make_would_be_seen() -> None:
+    module, layer = "sglang.srt.models.deepseek_v2", LAYERS["deepseek_v2"]
+    renamed = source_of(NEWEST).altered(module, lambda text: text.replace("attn_boundary", "entry_boundary"))
+    assert make_of(renamed, module, layer) is None
+    moved = source_of("0.5.13").altered(
+        "sglang.srt.layers.communicator", lambda text: text.replace("_sglang_needs_allreduce_fusion", "_owed")
+    )
+    assert make_of(moved, module, layer) is None

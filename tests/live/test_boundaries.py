@@ -47,7 +47,7 @@ def served(models: Path, draft: str, *arguments: str, tp: int = 2) -> Iterator[t
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = ["bash", str(ROOT / "demo" / "serve.sh"), str(models / "target"), draft, "--chunked-prefill-size", "32"]
-    environ = {BOUNDARIES: "all", "TP": str(tp)}
+    environ = {BOUNDARIES: "all", "TP": str(tp), "PYTHON": sys.executable}
     with launched([*command, *arguments, "--port", port], timeout=400, environ=environ) as started:
         yield started
 
@@ -86,59 +86,63 @@ def check_every_boundary(dump: Dump, target: Path) -> None:
             assert float(((ranks[0] - want).norm(dim=-1) / want.norm(dim=-1)).max()) < TOLERANCE, name
 
 
-class TestDeepSeekWithADraft:
-    @pytest.fixture(scope="class")
-    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return make_models(tmp_path_factory.mktemp("deepseek"), "deepseek")
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("deepseek"), "deepseek")
 
-    @pytest.fixture(scope="class")
-    def dump(self, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dump]:
-        with served(models, str(models / "draft")) as site:
-            yield dump_serving(site, tmp_path_factory.mktemp("dump"), "--boundaries", "all")
 
-    def test_every_boundary(self, models: Path, dump: Dump) -> None:
-        assert dump.ranks == (0, 1)
-        check_every_boundary(dump, models / "target")
+@pytest.fixture(scope="module")
+def dump(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dump]:
+    with served(models, str(models / "draft")) as site:
+        yield dump_serving(site, tmp_path_factory.mktemp("dump"), "--boundaries", "all")
 
-    def test_slots_are_bitwise_boundaries_in_prefill_and_verify(self, dump: Dump) -> None:
-        assert {request.phase for request in dump.tokens.requests} == {"prefill", "verify"}
-        end = len(dump.tokens.token_ids)
-        for rank in dump.ranks:
-            for slot, boundary in enumerate(SERVED):
-                ours, theirs = (dump.read(rank, name, 0, end) for name in (f"slot.{slot}", f"boundary.{boundary}"))
-                assert torch.equal(ours, theirs)
 
-    def test_three_training_states_and_the_map_name_what_a_slot_holds(
-        self, models: Path, dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        training = str(tmp_path / "training")
-        options = ["--tokens-from", dump.path, "--boundaries", "2,3,5", "--slots", "2,3,5", "--device", "cpu"]
-        assert main(["dump", "training", "-o", training, "--model", str(models / "target"), *options]) == 0
-        capsys.readouterr()
-        assert main(["compare", training, dump.path, "--format", "json"]) == 1
-        report: dict[str, Any] = json.loads(capsys.readouterr().out)
-        assert (report["layers"]["stored"], report["layers"]["served"]) == (list(TRAINED), list(SERVED))
-        (finding,) = (f for f in report["findings"] if f["severity"] == "error")
-        assert (finding["code"], finding["slot"], finding["boundary"]) == ("layer-shift", 1, 4)
-        assert finding["evidence"]["boundary_from"] == dump.path
+def test_every_boundary(models: Path, dump: Dump) -> None:
+    assert dump.ranks == (0, 1)
+    check_every_boundary(dump, models / "target")
 
-    def test_training_files_are_recognised_by_the_server_s_map(
-        self, models: Path, dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """Files that number nothing: SpecForge's layout, three states side by side."""
-        states = truth(models / "target", LONG)
-        sample = {
-            "input_ids": torch.tensor(LONG),
-            "loss_mask": torch.ones(len(LONG), dtype=torch.long),
-            "hidden_state": states[FINAL_NORM][None],
-            "aux_hidden_state": torch.cat([states[f"boundary.{k}"] for k in TRAINED], dim=-1)[None],
-        }
-        (tmp_path / "files").mkdir()
-        torch.save(sample, tmp_path / "files" / "data_0.ckpt")
-        assert main(["compare", str(tmp_path / "files"), dump.path, "--reference", dump.path, "--format", "json"]) == 1
-        report: dict[str, Any] = json.loads(capsys.readouterr().out)
-        assert set(TRAINED) <= set(report["layers"]["stored"])
-        assert report["layers"]["served"] == list(SERVED)
+
+def test_slots_are_bitwise_boundaries_in_prefill_and_verify(dump: Dump) -> None:
+    assert {request.phase for request in dump.tokens.requests} == {"prefill", "verify"}
+    end = len(dump.tokens.token_ids)
+    for rank in dump.ranks:
+        for slot, boundary in enumerate(SERVED):
+            ours, theirs = (dump.read(rank, name, 0, end) for name in (f"slot.{slot}", f"boundary.{boundary}"))
+            assert torch.equal(ours, theirs)
+
+
+def test_three_training_states_and_the_map_name_what_a_slot_holds(
+    models: Path, dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = str(tmp_path / "training")
+    options = ["--tokens-from", dump.path, "--boundaries", "2,3,5", "--slots", "2,3,5", "--device", "cpu"]
+    assert main(["dump", "training", "-o", training, "--model", str(models / "target"), *options]) == 0
+    capsys.readouterr()
+    assert main(["compare", training, dump.path, "--format", "json"]) == 1
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (report["layers"]["stored"], report["layers"]["served"]) == (list(TRAINED), list(SERVED))
+    (finding,) = (f for f in report["findings"] if f["severity"] == "error")
+    assert (finding["code"], finding["slot"], finding["boundary"]) == ("layer-shift", 1, 4)
+    assert finding["evidence"]["boundary_from"] == dump.path
+
+
+def test_training_files_are_recognised_by_the_server_s_map(
+    models: Path, dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files that number nothing: SpecForge's layout, three states side by side."""
+    states = truth(models / "target", LONG)
+    sample = {
+        "input_ids": torch.tensor(LONG),
+        "loss_mask": torch.ones(len(LONG), dtype=torch.long),
+        "hidden_state": states[FINAL_NORM][None],
+        "aux_hidden_state": torch.cat([states[f"boundary.{k}"] for k in TRAINED], dim=-1)[None],
+    }
+    (tmp_path / "files").mkdir()
+    torch.save(sample, tmp_path / "files" / "data_0.ckpt")
+    assert main(["compare", str(tmp_path / "files"), dump.path, "--reference", dump.path, "--format", "json"]) == 1
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(TRAINED) <= set(report["layers"]["stored"])
+    assert report["layers"]["served"] == list(SERVED)
 
 
 def test_a_llama_without_a_draft(tmp_path: Path) -> None:
