@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_parity.captures.server import Server, launched
 from eagle_parity.cli.main import main
-from tests.lab.engine.engine_faults import HEALTHY, SWITCH
+from tests.lab.engine.engine_faults import CHUNK, HEALTHY, SWITCH
 from tests.lab.run import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +32,7 @@ ENGINE = Path(__file__).parent / "engine"
 LAYERS = 8
 DECLARED = (1, 3, 5)  # the config's ids
 USUAL = (2, 4, 6)  # the boundaries that they mean, for both architectures on this version
-CHUNK = 32  # so that the longer prompts take two or three forwards
-LENGTHS = (21, 30, 47, 70)
+LENGTHS = (21, 30, 47, 70)  # those over CHUNK take two or three forwards
 SEED = 20
 MANY = 8  # tokens a prompt
 Order = Sequence[Any]
@@ -194,9 +193,7 @@ def outcome(report: Path, said: Said) -> Outcome:
     )
 
 
-def models(
-    work: Path, arch: str = "deepseek", edit: Callable[[Path], None] | None = None
-) -> Path:
+def models(work: Path, arch: str = "deepseek", edit: Callable[[Path], None] | None = None) -> Path:
     """work/models, changed by `edit`."""
     out = work / "models"
     if not out.exists():

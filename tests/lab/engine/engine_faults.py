@@ -21,6 +21,7 @@ import torch
 
 SWITCH = "EAGLE_PARITY_LAB_FAULT"
 HEALTHY = "healthy"
+CHUNK = 32  # the server's chunked prefill size: a forward of so many prompt tokens is not the last of its prompt
 _STAGE = "sglang.srt.layers.layer_boundary.stage.StageBoundary"
 _TARGETS = ("sglang.srt.models.deepseek_v2.DeepseekV2Model", "sglang.srt.models.llama.LlamaModel")
 _DRAFT = "sglang.srt.models.llama_eagle3.LlamaModel"
@@ -146,7 +147,7 @@ def exchanged_rows(p: Pack) -> torch.Tensor:
 
 def one_nan(p: Pack) -> torch.Tensor:
     states = p.states.clone()
-    states[2, 1, 5] = torch.nan
+    states[2:3, 1, 5] = torch.nan
     return states
 
 
@@ -173,7 +174,9 @@ PACKS: dict[str, Callable[[Pack], torch.Tensor]] = {
     "the last rank holds the rows of an earlier step": lambda p: p.earlier if rank() == ranks() - 1 else p.states,
     "verify reads the buffer of an earlier step": lambda p: p.earlier if p.verify else p.states,
     "some rows of a batch exchanged": exchanged_rows,
-    "a strided buffer read as packed": lambda p: p.states.permute(1, 0, 2).reshape(p.states.shape),
+    "verify rows in reverse": lambda p: p.states.flip(0) if p.verify else p.states,
+    "a buffer of slots by rows read as rows by slots": lambda p: p.states.permute(1, 0, 2).reshape(p.states.shape),
+    "only the last chunk of a prompt is kept": lambda p: p.states * (p.verify or len(p.states) != CHUNK),
     "states one token late": lambda p: p.states.roll(1, 0),
     "states one token early": lambda p: p.states.roll(-1, 0),
     "scaled by 1.25": lambda p: 1.25 * p.states,
