@@ -203,12 +203,12 @@ def refused(work: Path, declared: list[int], name: str) -> Iterator[Live]:
     yield checked(models, name, "capture-lost", "boundary-missing")
 
 
-def checked(models: Path, name: str, *expected: str, note: str = "") -> Live:
+def checked(models: Path, name: str, *expected: str) -> Live:
     """What `check` says of the files alone."""
     report = models.parent / f"check-{models.parent.name}.json"
     which = ("--draft", models / "draft", "--target", models / "target", "--engine", "sglang==0.5.23", "--tp", 2)
     said = live.run("check", *which, "--report", f"json={report}")
-    return Live(name, expected, live.outcome(report, said), report, "check", note)
+    return Live(name, expected, live.outcome(report, said), report, "check")
 
 
 def drafts(work: Path) -> Iterator[Live]:
@@ -219,18 +219,11 @@ def drafts(work: Path) -> Iterator[Live]:
         ("padded", "the draft has the padded vocabulary, the target 500 words", "vocab-map", short_vocabulary),
     ):
         with live.bench(work / place, edit=edit) as bench:
-            run = healthy(bench, f"{name}: the states")
-            yield run
-            yield checked(bench.models, name, code, note=accepted(bench))
+            yield healthy(bench, f"{name}: the states")
+            yield checked(bench.models, name, code)
     fine = work / "fine"
     fine.mkdir(parents=True)
     yield checked(live.models(fine), "nothing wrong on paper", "pass")
-
-
-def accepted(bench: Bench) -> str:
-    dump = max(bench.work.glob("serving-*"), key=lambda path: path.stat().st_mtime)
-    length = json.loads((dump / "manifest.json").read_text())["draft"]["spec_accept_length"]
-    return f"accept length {length:.2f}"
 
 
 def no_head(models: Path) -> None:
