@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def run(*words: object) -> Said:
 # ----------------------------------------------------------------------------------------------------------- models
 
 
-def make_models(out: Path, arch: str, vocabulary: int | None = None) -> None:
+def make_models(out: Path, arch: str) -> None:
     """A target whose norms have weights of their own, and a draft that declares DECLARED: out/target, out/draft."""
     script = ROOT / "demo" / "models.py"
     ids = ",".join(map(str, DECLARED))
@@ -132,7 +132,6 @@ class Bench:
     count: int = 0
     states: Path | None = None
     """The training dump, with every boundary."""
-    reports: dict[str, Path] = field(default_factory=dict)
 
     def place(self, kind: str) -> Path:
         self.count += 1
