@@ -92,7 +92,6 @@ def deepseek(work: Path) -> Iterator[Live]:
         yield healthy(bench)
         yield from trained(bench, TRAINED)
         yield from templates(bench)
-        yield healthy(bench, "prompts whose beginning is in the prefix cache", "--warm-cache")
         yield warm(bench)
         yield floor(bench)
         yield from broken(bench, ENGINE[:-1])
@@ -101,10 +100,11 @@ def deepseek(work: Path) -> Iterator[Live]:
 
 
 def warm(bench: Bench) -> Live:
-    """Again through the cache: now most rows are not computed, and the dump must say so instead of being short."""
+    """The second time through the cache most rows are not computed: the dump must say so instead of being short."""
+    bench.probe(live.HEALTHY, "--warm-cache")
     said, serving = bench.probe(live.HEALTHY, "--warm-cache")
     requests = json.loads((serving / "manifest.json").read_text())["requests"]
-    cached = sum(request["cached_tokens"] or 0 for request in requests)
+    cached = sum(request.get("cached_tokens") or 0 for request in requests)
     outcome, report = bench.compare(bench.training(), serving)
     told = "said so" if f"{cached} tokens of" in said.text and "prefix cache" in said.text else "did not say so"
     return Live("most of each prompt from the prefix cache", ("pass",), outcome, report, note=f"{cached} rows, {told}")
