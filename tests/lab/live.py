@@ -57,12 +57,13 @@ def run(*words: object) -> Said:
 # ----------------------------------------------------------------------------------------------------------- models
 
 
-def make_models(out: Path, arch: str) -> None:
+def make_models(out: Path, arch: str, expert_width: int) -> None:
     """A target whose norms have weights of their own, and a draft that declares DECLARED: out/target, out/draft."""
     script = ROOT / "demo" / "models.py"
     ids = ",".join(map(str, DECLARED))
     command = [sys.executable, script, "--out", out, "--arch", arch, "--layers", str(LAYERS), "--dtype", "float32"]
-    subprocess.run([*command, "--draft", f"draft={ids}"], check=True, capture_output=True)
+    command += ["--expert-width", str(expert_width), "--draft", f"draft={ids}"]
+    subprocess.run(command, check=True, capture_output=True)
     g = torch.Generator().manual_seed(SEED)
 
     def grow(tensors: dict[str, torch.Tensor]) -> None:
@@ -192,11 +193,13 @@ def outcome(report: Path, said: Said) -> Outcome:
     )
 
 
-def models(work: Path, arch: str = "deepseek", edit: Callable[[Path], None] | None = None) -> Path:
+def models(
+    work: Path, arch: str = "deepseek", edit: Callable[[Path], None] | None = None, expert_width: int = 64
+) -> Path:
     """work/models, changed by `edit`."""
     out = work / "models"
     if not out.exists():
-        make_models(out, arch)
+        make_models(out, arch, expert_width)
         if edit is not None:
             edit(out)
     return out
@@ -211,10 +214,11 @@ def bench(
     edit: Callable[[Path], None] | None = None,
     flags: Sequence[str] = (),
     dtype: str = "float32",
+    expert_width: int = 64,
 ) -> Iterator[Bench]:
     """Start a server; stop it at the end."""
     work.mkdir(parents=True, exist_ok=True)
-    own = models(work, arch, edit)
+    own = models(work, arch, edit, expert_width)
     prompts(work / "prompts.jsonl", json.loads((own / "target" / "config.json").read_text())["vocab_size"])
     switch = work / "fault"
     switch.write_text(HEALTHY)

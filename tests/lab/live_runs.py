@@ -130,8 +130,8 @@ def templates(bench: Bench) -> Iterator[Live]:
     yield Live("messages, another chat template in training", ("template-mismatch",), outcome, report)
 
 
-def deepseek_four(work: Path) -> Iterator[Live]:
-    with live.bench(work, tp=4) as bench:
+def deepseek_four(work: Path, expert_width: int = 128) -> Iterator[Live]:
+    with live.bench(work, tp=4, expert_width=expert_width) as bench:
         yield healthy(bench)
         yield from broken(bench, [*named(*ELSEWHERE), HALF])
         yield from trained(bench, TRAINED[:1])
@@ -254,6 +254,10 @@ def short_vocabulary(models: Path) -> None:
 SERVERS: dict[str, tuple[str, Callable[[Path], Iterator[Live]]]] = {
     "deepseek": ("DeepSeek-V3 architecture, TP=2, float32", deepseek),
     "deepseek4": ("DeepSeek-V3 architecture, TP=4, float32", deepseek_four),
+    "padded4": (
+        "The same with experts of 64 channels, which SGLang pads: two of the four ranks add zeros to every sum",
+        lambda work: deepseek_four(work, expert_width=64),
+    ),
     "llama": ("Llama architecture, TP=2, float32", llama),
     "bfloat16": ("DeepSeek-V3 architecture, TP=2, bfloat16", bfloat16),
     "ids": ("Configs with other ids, DeepSeek-V3 architecture, TP=2, a server each", ids),
