@@ -32,6 +32,7 @@ SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 VOCABULARY = 512
 HEADS = 8  # so that tensor parallelism of 2, 4 and 8 divides them
 DRAFT_VOCABULARY = VOCABULARY // 2
+EXPERT_WIDTH = 64  # SGLang on CPUs gives each rank 32 at least: of more than two ranks the rest then adds zeros
 CONTEXT = 512
 # One turn per message, so that the chat template does something that plain text does not.
 CHAT_TEMPLATE = (
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--arch", choices=("deepseek", "llama", "kimi"), default="deepseek")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 64 (default 128)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the target (default 6)")
+    parser.add_argument("--expert-width", type=int, default=EXPERT_WIDTH, help="of each expert (default 64)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--draft", type=parse_draft, action="append", default=[], metavar="NAME=ID,ID,ID")
@@ -91,7 +93,7 @@ def main() -> None:
             parser.error(f"--draft {name}: SGLang captures no layer id above {args.layers - 2} of {args.layers} layers")
 
     dtype: torch.dtype = getattr(torch, args.dtype)
-    write_target(args.out / "target", args.arch, args.hidden, args.layers, args.seed, dtype)
+    write_target(args.out / "target", args.arch, args.hidden, args.layers, args.seed, dtype, args.expert_width)
     for name, ids in args.draft:
         write_draft(args.out / name, args.hidden, ids, args.seed, dtype)
 
@@ -104,10 +106,12 @@ def parse_draft(text: str) -> tuple[str, list[int]]:
     return match[1], [int(layer) for layer in match[2].split(",")]
 
 
-def write_target(path: Path, arch: str, hidden: int, layers: int, seed: int, dtype: torch.dtype) -> None:
+def write_target(
+    path: Path, arch: str, hidden: int, layers: int, seed: int, dtype: torch.dtype, expert_width: int = EXPERT_WIDTH
+) -> None:
     """Write weights, config and tokenizer of the target."""
     torch.manual_seed(seed)
-    model = llama(hidden, layers) if arch == "llama" else deepseek(hidden, layers)
+    model = llama(hidden, layers) if arch == "llama" else deepseek(hidden, layers, expert_width)
     spread_out(model)
     model.to(dtype).save_pretrained(path)
     if arch != "llama":
@@ -117,13 +121,13 @@ def write_target(path: Path, arch: str, hidden: int, layers: int, seed: int, dty
     tokenizer().save_pretrained(path)
 
 
-def deepseek(hidden: int, layers: int) -> PreTrainedModel:
+def deepseek(hidden: int, layers: int, expert_width: int = EXPERT_WIDTH) -> PreTrainedModel:
     """The architecture of Kimi-K2.5's language model: latent attention; experts from the second layer on."""
     config = DeepseekV3Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        moe_intermediate_size=64,
+        moe_intermediate_size=expert_width,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,

@@ -3,8 +3,9 @@
 #
 #   demo/serve.sh TARGET DRAFT|none [any argument of sglang.launch_server ...]
 #
-# Environment: TP (ranks, default 2), PORT (default 30000), PYTHON (default: the repository's .venv, else python3).
-# float32, so that tokens can be compared exactly. No prefix cache, so that a prompt sent twice is computed twice.
+# Environment: TP (ranks, default 2), PORT (default 30000), PYTHON (default: the repository's .venv, else python3),
+# PREFIX_CACHE (any value: keep SGLang's prefix cache). float32, so that tokens can be compared exactly. By default no
+# prefix cache, so that a prompt sent twice is computed twice.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -27,6 +28,9 @@ import itertools, os, sys
 cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
 print("|".join(str(core) for core in itertools.islice(cores, int(sys.argv[1]))))
 ' "$tp")
+
+cache=--disable-radix-cache
+if [ -n "${PREFIX_CACHE:-}" ]; then cache=; fi
 
 export SGLANG_USE_CPU_ENGINE=1
 export SGLANG_CPU_OMP_THREADS_BIND=$cores
@@ -53,7 +57,7 @@ exec "$PYTHON" -m sglang.launch_server \
     --cuda-graph-backend-prefill disabled \
     --disable-overlap-schedule \
     --disable-custom-all-reduce \
-    --disable-radix-cache \
+    ${cache:+"$cache"} \
     --max-total-tokens 4096 \
     --mem-fraction-static 0.3 \
     --skip-server-warmup \

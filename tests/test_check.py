@@ -53,6 +53,8 @@ TARGET: dict[str, Any] = {
     },
 }
 D2T = torch.arange(SMALL) + 3  # draft id i is target id 2 i + 3
+EVERY_SECOND = torch.zeros(VOCAB, dtype=torch.bool)
+EVERY_SECOND[: 2 * SMALL : 2] = True
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -431,6 +433,7 @@ SOUND: list[Case] = [
     Case(config=ids(2, 20, 30, 58), tensors=WIDE),
     Case(config={"rope_theta": None, "rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}}),
     Case(tensors=d2t(D2T)),
+    Case(tensors={"d2t": torch.arange(SMALL), "t2d": EVERY_SECOND}),
     Case(target={"architectures": ["LlamaForCausalLM"]}),
     Case(target={"architectures": ["LlamaForCausalLM"]}, engine="0.5.13"),
     Case(engine=None),

@@ -166,7 +166,7 @@ def vocab_map(deployment: Deployment) -> Iterator[Problem]:
     message = fix = None
     outside = [i for i in ids if i < 0 or (limit is not None and i >= limit)]
     marked = _marked(draft.tensors.get("t2d"))
-    if len(ids) > 1 and list(offsets) == list(range(len(ids))):
+    if len(ids) > 1 and list(offsets) == list(range(len(ids))) and marked != set(ids):  # t2d may say it is meant so
         message = "d2t is 0, 1, 2, …: it holds ids instead of offsets, or a default nobody replaced (id i becomes 2 i)"
         fix = "write target id - draft id"
     elif len(set(offsets)) == len(ids) > 1 and (marked == set(offsets) or (marked is None and outside)):
