@@ -109,6 +109,8 @@ def study(
         if judged in tops:
             limit = replace(limit, limit=min(limit.limit, tops[judged]))
         bounds = dict(limits[name])
+        if floors:  # this server's noise is on whatever it feeds: another boundary is told by contrast, as always
+            bounds = {b: min(max(bound, limit.limit), tops[b]) for b, bound in bounds.items()}
         if expected[name] in bounds:
             bounds[expected[name]] = limit.limit  # type: ignore[index]
         tensors.append(
