@@ -57,7 +57,8 @@ def broken(case: Case, tensor: TensorCase) -> Broken | None:
     found = []
     for channel in wrong.nonzero().flatten().tolist():
         alike = sound & (size <= torch.maximum(2 * size[channel], usual))
-        found.append((channel, float(error[channel] / error[alike].max().clamp_min(1e-30))))
+        level = error[alike].max() if bool(alike.any()) else error[sound].max()
+        found.append((channel, float(error[channel] / level.clamp_min(1e-30))))
     found = [(channel, off) for channel, off in found if off >= OUTSTANDING]
     if not found or len(found) > max(1.0, FEW * len(size)):
         return None

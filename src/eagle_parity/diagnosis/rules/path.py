@@ -81,7 +81,7 @@ def between(case: Case, tensor: TensorCase) -> Explained | None:
     Short of it is no proof of a partial sum: that is told by ranks that differ (rule 6), and looked for before.
     """
     boundary = tensor.expected
-    if not isinstance(boundary, int):
+    if not isinstance(boundary, int) or boundary not in tensor.match.rel_l2:
         return None
     stored = [b for b in tensor.match.rel_l2 if isinstance(b, int)]
     before = max((b for b in stored if b < boundary), default=None)

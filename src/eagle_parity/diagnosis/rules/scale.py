@@ -73,6 +73,9 @@ def slight(case: Case, tensor: TensorCase) -> Scale | None:
     expected, best = tensor.expected, tensor.match.best
     if expected is None or expected not in tensor.match.rel_l2 or tensor.view is None or len(case.probe) < MIN_ROWS:
         return None
+    mistaken = tensor.best_is_sound and best != expected
+    if tensor.judgement.status == "fail" and not mistaken:
+        return None  # more than a slight one, or something else
     found = fit(case, tensor, expected)
     if found is None or found.distance > tensor.limits[expected]:
         return None

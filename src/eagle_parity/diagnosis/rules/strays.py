@@ -13,6 +13,7 @@ import torch
 
 from eagle_parity.alignment.matching import LUCK
 from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.floor import FACTOR, MEASURED_FACTOR
 from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.metrics.distances import FloatArray, numpy64, row_sums
 from eagle_parity.metrics.distribution import median
@@ -59,11 +60,14 @@ def strays(case: Case) -> dict[str, Strays]:
 def _single(tensor: TensorCase, expected: Boundary) -> Strays | None:
     """Rows that prove it one by one: at another boundary's floor, and twice as near to it as to the expected one.
 
+    The floor is what the other rows say (three times their median), not the limit of a median, which is far above it.
     The deviation from the expected state is then the way to the other boundary: its cosine to it is over 0.85. A row
     that took other experts deviates by what it lost (a part of the way) and by what it got instead (not on the way, and
     about as long), a cosine of 0.7 even where that expert made all of the step.
     """
-    by_boundary = tensor.match.strays(expected, tensor.limits)
+    usual = MEASURED_FACTOR * tensor.match.medians()[expected]
+    limits = {b: min(limit, max(usual, limit / FACTOR)) for b, limit in tensor.limits.items()}
+    by_boundary = tensor.match.strays(expected, limits)
     if not by_boundary:
         return None
     boundary, mask = max(by_boundary.items(), key=lambda item: int(item[1].sum()))
