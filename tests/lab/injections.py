@@ -114,6 +114,14 @@ def embedding_first(source: Source) -> Pair | None:
     return trained_on(source, 0, a, b + 1)
 
 
+@inject("one layer late, only the trained boundaries stored", "layer-shift", "undetermined", cases="C001 C003")
+def late_and_bare(source: Source) -> Pair | None:
+    held = [k - 1 for k in source.usual]
+    if any(k not in source.serving for k in held):
+        return None
+    return server.training(source, keep=source.usual), server.serving(source, held)
+
+
 @inject("slots permuted", "concat-order", cases="C008 trained drafts")
 def permuted(source: Source) -> Pair | None:
     a, b, c = source.usual

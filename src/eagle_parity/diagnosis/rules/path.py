@@ -83,14 +83,20 @@ def between(case: Case, tensor: TensorCase) -> Explained | None:
     boundary = tensor.expected
     if not isinstance(boundary, int) or boundary not in tensor.match.rel_l2:
         return None
-    stored = [b for b in tensor.match.rel_l2 if isinstance(b, int)]
-    before = max((b for b in stored if b < boundary), default=None)
-    after = min((b for b in stored if b > boundary), default=None)
+    before, after = _neighbours(tensor, boundary)
     ahead = None if after is None else _on_the_way(case, tensor, boundary, after)
     behind = None if before is None else _on_the_way(case, tensor, before, boundary)
     if ahead is not None and after is not None and (behind is None or ahead.rest <= behind.rest):
         return _ahead(tensor, boundary, after, ahead)
     return None if behind is None or before is None else _behind(tensor, before, boundary, behind)
+
+
+def _neighbours(tensor: TensorCase, boundary: int) -> tuple[int | None, int | None]:
+    """The stored boundaries next to one; None where there is none on that side."""
+    stored = [b for b in tensor.match.rel_l2 if isinstance(b, int)]
+    return max((b for b in stored if b < boundary), default=None), min(
+        (b for b in stored if b > boundary), default=None
+    )
 
 
 def _ahead(tensor: TensorCase, boundary: int, after: int, at: Place) -> Explained:
@@ -153,9 +159,9 @@ def _on_the_way(case: Case, tensor: TensorCase, begin: int, end: int) -> Place |
 
 
 def midway(case: Case, tensor: TensorCase) -> Explained | None:
-    """The finding for a tensor that looks right, or like a neighbouring layer, and lies between the two."""
+    """The finding for a tensor that looks right, or like the next stored boundary, and lies between the two."""
     expected, best = tensor.expected, tensor.match.best
-    if not isinstance(expected, int) or not isinstance(best, int) or abs(best - expected) > 1:
+    if not isinstance(expected, int) or best not in (expected, *_neighbours(tensor, expected)):
         return None
     if tensor.view is None or len(case.probe) < MIN_ROWS:
         return None

@@ -4,8 +4,9 @@ The factor of a row is the one that brings the training row nearest to the servi
 healthy capture. Rounding: at most one or two units of it, since errors of single channels cancel. Noise that is no part
 of the state: nothing on average, the rows scatter about 1. Noise that replaces a part of the state (another expert, a
 coarser weight): what goes is a part of the state and what comes is not, so the factor falls by half of the square of
-the relative distance (0.8 of it in the worst recording, a MoE at 4.5 %). A factor that is further away from 1 than two
-roundings and that square, and on nearly all rows (three standard deviations of the rows' factors), is somebody's.
+the relative distance if all of it is of that kind and layers do not add to it (0.4 to 0.8 of the square in a recorded
+MoE and in forwards of weights rounded to 8 bits, 1.5 in one of them). A factor that is further away from 1 than two
+roundings and twice that square, and on nearly all rows (three standard deviations of the rows' factors), is somebody's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from eagle_parity.metrics.distribution import median, sign_test
 from eagle_parity.records import Boundary, boundary_name
 
 ROUNDINGS = 2.0
+SQUARES = 2.0
 SPREADS = 3.0
 
 
@@ -43,7 +45,7 @@ class Scale:
     def beyond_noise(self, rounding: float, floor: float = 0.0) -> bool:
         """Whether the factor is further from 1 than a healthy server's. `floor`: a measured one's relative L2."""
         off = max(self.factor, 1 / self.factor) - 1
-        return off > max(ROUNDINGS * rounding + self.distance**2, SPREADS * self.spread, floor)
+        return off > max(ROUNDINGS * rounding + SQUARES * self.distance**2, SPREADS * self.spread, floor)
 
 
 def fit(case: Case, tensor: TensorCase, boundary: Boundary) -> Scale | None:
