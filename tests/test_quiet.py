@@ -224,6 +224,24 @@ def test_a_shift_lies_on_the_way_to_the_next_stored_boundary(by: int, compare: C
     assert all("--boundaries all" in finding["fix"] for finding in found)
 
 
+@pytest.mark.parametrize("by", [0, -1, 1])
+def test_the_servers_own_boundaries_decide_where_training_stores_too_little(by: int, compare: Compare) -> None:
+    """Layers below every floor, and nothing stored between: the slot is bit by bit another boundary of the server."""
+    net = slowed(make_net(hidden=128, layers=9), 0.01)
+    trained = (2, 5, 8)
+    spec = serving_spec(net, trained)
+    states = {k: noisy(net.streams[k], seed=40 + k).bfloat16() for k in range(1, 10)}
+    for rank in spec.ranks:
+        rank |= {f"slot.{j}": states[k + by] for j, k in enumerate(trained)}
+        rank |= {f"boundary.{k}": state for k, state in states.items()}
+    code, report = compare(training_spec(net, trained, boundaries=trained), spec)
+    assert (code, codes(report)) == ((1, {"layer-shift"}) if by else (0, set()))
+    if by:
+        assert [finding["boundary"] for finding in errors(report)] == [k + by for k in trained]
+    else:
+        assert report["layers"]["served"] == [2, 5, 8]
+
+
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("rel", [0.1, 0.2])
 def test_a_shift_under_a_measured_floor_is_a_shift(rel: float, by: int, compare: Compare, tmp_path: Path) -> None:
