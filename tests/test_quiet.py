@@ -242,6 +242,20 @@ def test_the_servers_own_boundaries_decide_where_training_stores_too_little(by: 
         assert report["layers"]["served"] == [2, 5, 8]
 
 
+def test_a_servers_own_map_shares_its_noise_and_refutes_no_healthy_slot(compare: Compare) -> None:
+    """Noise longer than the steps, and one for all boundaries, as noise that travels down the layers is."""
+    net = slowed(make_net(hidden=128, layers=9), 0.01)
+    trained = (2, 5, 8)
+    spec = serving_spec(net, trained)
+    noise = noisy(net.streams[5], seed=60, rel=0.03) - net.streams[5]
+    states = {k: (net.streams[k] + noise).bfloat16() for k in range(1, 10)}
+    for rank in spec.ranks:
+        rank |= {f"slot.{j}": states[k] for j, k in enumerate(trained)}
+        rank |= {f"boundary.{k}": state for k, state in states.items()}
+    code, report = compare(training_spec(net, trained, boundaries=trained), spec)
+    assert (code, codes(report)) == (0, set())
+
+
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("rel", [0.1, 0.2])
 def test_a_shift_under_a_measured_floor_is_a_shift(rel: float, by: int, compare: Compare, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from eagle_parity.diagnosis.rules import norm, scale
 from eagle_parity.diagnosis.rules.channels import Broken, broken
 from eagle_parity.diagnosis.rules.explanation import Explained, error
 from eagle_parity.diagnosis.rules.norm import nearest_of
-from eagle_parity.diagnosis.rules.own import own_boundaries
 from eagle_parity.diagnosis.rules.path import between, double_output, midway, residual_missing
 from eagle_parity.diagnosis.rules.rows import graph_part, missing_images, split_rows, swapped_finding
 from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2, row_sums
@@ -326,8 +325,6 @@ def explained(case: Case) -> dict[str, Explained]:
     """The first explanation of every tensor that failed for what it holds, by the tensor's name."""
     found: dict[str, Explained] = {}
     for tensor in case.tensors:
-        if tensor.name in own_boundaries(case):
-            continue  # another boundary, bit by bit
         quiet = _quiet(case, tensor)
         if quiet is not None:
             found[tensor.name] = quiet

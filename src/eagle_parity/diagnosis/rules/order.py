@@ -12,7 +12,6 @@ from eagle_parity.conventions.sglang import upgrade_for
 from eagle_parity.diagnosis.case import Case, TensorCase
 from eagle_parity.diagnosis.rules.content import explained
 from eagle_parity.diagnosis.rules.layout import late_sums
-from eagle_parity.diagnosis.rules.own import own_boundaries
 from eagle_parity.records import FINAL_NORM, Boundary, Finding
 
 
@@ -47,8 +46,6 @@ def held(case: Case) -> dict[str, Boundary | None]:
         partial = tensor.partial or late_sums(case).get(tensor.name)
         if partial is not None:
             found[tensor.name] = partial.boundary
-        elif tensor.name in own_boundaries(case):
-            found[tensor.name] = own_boundaries(case)[tensor.name]
         elif tensor.name in explained(case):
             found[tensor.name] = explained(case)[tensor.name].boundary
         else:

@@ -16,7 +16,7 @@ from eagle_parity.metrics.distribution import median, sign_test
 
 def _step(case: Case, tensor: TensorCase, boundary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """The tensor, boundary K-1 and boundary K on ordinary channels; None where the training side lacks one."""
-    if boundary - 1 not in tensor.match.rel_l2 or boundary not in tensor.match.rel_l2:
+    if not {boundary - 1, boundary} <= set(tensor.match.rel_l2).difference(case.borrowed):
         return None
     rows = [case.serving_rows(tensor), case.training_rows(boundary - 1), case.training_rows(boundary)]
     x, before, after = (case.keep_ordinary(r) for r in rows)
@@ -81,9 +81,9 @@ def between(case: Case, tensor: TensorCase) -> Explained | None:
     Short of it is no proof of a partial sum: that is told by ranks that differ (rule 6), and looked for before.
     """
     boundary = tensor.expected
-    if not isinstance(boundary, int) or boundary not in tensor.match.rel_l2:
+    if not isinstance(boundary, int) or boundary not in tensor.match.rel_l2 or boundary in case.borrowed:
         return None
-    before, after = _neighbours(tensor, boundary)
+    before, after = _neighbours(case, tensor, boundary)
     ahead = None if after is None else _on_the_way(case, tensor, boundary, after)
     behind = None if before is None else _on_the_way(case, tensor, before, boundary)
     if ahead is not None and after is not None and (behind is None or ahead.rest <= behind.rest):
@@ -91,9 +91,12 @@ def between(case: Case, tensor: TensorCase) -> Explained | None:
     return None if behind is None or before is None else _behind(tensor, before, boundary, behind)
 
 
-def _neighbours(tensor: TensorCase, boundary: int) -> tuple[int | None, int | None]:
-    """The stored boundaries next to one; None where there is none on that side."""
-    stored = [b for b in tensor.match.rel_l2 if isinstance(b, int)]
+def _neighbours(case: Case, tensor: TensorCase, boundary: int) -> tuple[int | None, int | None]:
+    """The boundaries next to one that the training side stores; None where there is none on that side.
+
+    Not borrowed ones: a server's own map has its noise in common with the tensor, which pulls the tensor towards it.
+    """
+    stored = [b for b in tensor.match.rel_l2 if isinstance(b, int) and b not in case.borrowed]
     return max((b for b in stored if b < boundary), default=None), min(
         (b for b in stored if b > boundary), default=None
     )
@@ -161,7 +164,7 @@ def _on_the_way(case: Case, tensor: TensorCase, begin: int, end: int) -> Place |
 def midway(case: Case, tensor: TensorCase) -> Explained | None:
     """The finding for a tensor that looks right, or like the next stored boundary, and lies between the two."""
     expected, best = tensor.expected, tensor.match.best
-    if not isinstance(expected, int) or best not in (expected, *_neighbours(tensor, expected)):
+    if not isinstance(expected, int) or best not in (expected, *_neighbours(case, tensor, expected)):
         return None
     if tensor.view is None or len(case.probe) < MIN_ROWS:
         return None

@@ -20,7 +20,7 @@ from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.diagnosis.rules.norm import nearest_of, robust_spread
 from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2, row_sums
 from eagle_parity.metrics.distribution import median, sign_test
-from eagle_parity.records import Boundary, boundary_name
+from eagle_parity.records import Boundary
 
 ROUNDINGS = 2.0
 SQUARES = 2.0
@@ -90,5 +90,5 @@ def slight(case: Case, tensor: TensorCase) -> Scale | None:
 
 
 def _rounding(case: Case, tensor: TensorCase, boundary: Boundary) -> float:
-    first = case.training.ranks[0]
-    return roundoff((case.serving, tensor.ranks.ranks[0], tensor.name), (case.training, first, boundary_name(boundary)))
+    view = case.boundaries[boundary]
+    return roundoff((case.serving, tensor.ranks.ranks[0], tensor.name), (view.capture, view.rank, view.name))

@@ -45,19 +45,22 @@ class Strays:
 
 @lru_cache(maxsize=1)
 def strays(case: Case) -> dict[str, Strays]:
-    """The strays of every tensor whose other rows are right, by the tensor's name."""
+    """The strays of every tensor whose other rows are right, by the tensor's name.
+
+    Borrowed boundaries do not count: a server's own map has its noise in common with the tensor.
+    """
     found = {}
     for tensor in case.tensors:
         apart = any(part.status == "fail" for part in tensor.strata)  # then the situation is the finding
         if tensor.expected is None or tensor.holds != tensor.expected or tensor.view is None or apart:
             continue
-        rows = _single(tensor, tensor.expected) or _together(case, tensor, tensor.expected)
+        rows = _single(case, tensor, tensor.expected) or _together(case, tensor, tensor.expected)
         if rows is not None:
             found[tensor.name] = rows
     return found
 
 
-def _single(tensor: TensorCase, expected: Boundary) -> Strays | None:
+def _single(case: Case, tensor: TensorCase, expected: Boundary) -> Strays | None:
     """Rows that prove it one by one: at another boundary's floor, and twice as near to it as to the expected one.
 
     The floor is what the other rows say (three times their median), not the limit of a median, which is far above it.
@@ -68,6 +71,7 @@ def _single(tensor: TensorCase, expected: Boundary) -> Strays | None:
     usual = MEASURED_FACTOR * tensor.match.medians()[expected]
     limits = {b: min(limit, max(usual, limit / FACTOR)) for b, limit in tensor.limits.items()}
     by_boundary = tensor.match.strays(expected, limits)
+    by_boundary = {b: rows for b, rows in by_boundary.items() if b not in case.borrowed}
     if not by_boundary:
         return None
     boundary, mask = max(by_boundary.items(), key=lambda item: int(item[1].sum()))
@@ -91,7 +95,7 @@ def _together(case: Case, tensor: TensorCase, expected: Boundary) -> Strays | No
     serving = case.keep_ordinary(case.serving_rows(tensor))
     truth = case.keep_ordinary(case.training_rows(expected))
     medians = tensor.match.medians()
-    others = [b for b in medians if b != expected]
+    others = [b for b in medians if b != expected and b not in case.borrowed]
     close = [b for b in others if medians[b] <= CLOSE * medians[expected]]
     tried = [(b, _at_end(serving, truth, case.keep_ordinary(case.training_rows(b)))) for b in close]
     proven = [(p, str(b), b, rows) for b, (p, rows) in tried if p < LUCK / len(others)]
