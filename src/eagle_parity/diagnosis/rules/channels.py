@@ -38,7 +38,8 @@ def broken(case: Case, tensor: TensorCase) -> Broken | None:
     The error of a channel is the median over rows of |serving - training|: rows that took other experts, or are wrong
     altogether, do not move it. Noise is spread over channels, in part alike and in part in proportion to their size: a
     channel whose noise is half of its signal is a small one, and there its noise is no larger than that of many others.
-    So a broken channel is off by more than half of its own size and by twice as much as any sound channel up to twice
+    So a broken channel is off by more than half of its own size (or holds one value on all rows, which may be near the
+    mean of a channel that varies little) and by twice as much as any sound channel up to twice
     its size (or the usual size, if that is larger); the largest of hundreds is not beaten twofold by one more of them.
     """
     boundary = tensor.expected
@@ -46,7 +47,8 @@ def broken(case: Case, tensor: TensorCase) -> Broken | None:
         return None
     serving, truth = case.serving_rows(tensor), case.training_rows(boundary)
     error, size = ((rows.abs().median(0).values) for rows in (serving - truth, truth))
-    wrong = (error >= WRONG * size) & (error > 0)
+    stuck = (serving == serving[0]).all(0)
+    wrong = ((error >= WRONG * size) | stuck) & (error > 0)
     if not bool(wrong.any()):
         return None
     rms = truth.square().mean(0).sqrt()
@@ -72,5 +74,5 @@ def broken(case: Case, tensor: TensorCase) -> Broken | None:
     distance = median(rel_l2(serving[:, rest], truth[:, rest]))
     if distance > tensor.limits[boundary]:
         return None
-    stuck = tuple(c for c in channels if bool((serving[:, c] == serving[0, c]).all()))
-    return Broken(boundary, channels, stuck, min(off for _, off in found), distance)
+    constant = tuple(c for c in channels if bool(stuck[c]))
+    return Broken(boundary, channels, constant, min(off for _, off in found), distance)
