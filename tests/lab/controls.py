@@ -113,6 +113,46 @@ def flipped_rows(source: Source) -> Pair:
     return server.training(source), server.change(spec, lambda j, r: changed[source.usual[j]])
 
 
+def other_expert(source: Source) -> Pair | None:
+    """A sixth of the rows took another expert in the very layer before the slot: a part of its step is another one."""
+    if not source.parts or source.rows < 40:
+        return None
+    g = source.generator(24)
+    changed = {}
+    for k in source.usual:
+        part = source.parts[k][0] if source.tp > 1 else 0.6 * source.parts[k][0]
+        flips = torch.rand(source.rows, 1, generator=g) < 0.17
+        changed[k] = torch.where(flips, source.serving[k] - part + part.roll(11, dims=0), source.serving[k])
+    return server.training(source), server.change(server.serving(source), lambda j, r: changed[source.usual[j]])
+
+
+def bare(source: Source) -> Pair:
+    """Training files that hold what the draft takes and nothing else."""
+    return server.training(source, keep=source.usual), server.serving(source)
+
+
+def shared_prefix(source: Source) -> Pair | None:
+    """Two prompts that begin alike: their first rows are one state, and routing flips in some of them."""
+    if len(source.spans) < 2:
+        return None
+    (a, b), (c, d) = source.spans[:2]
+    n = min(b - a, d - c) // 2
+    order = torch.arange(source.rows)
+    order[c : c + n] = torch.arange(a, a + n)
+    training, serving = server.training(source), server.serving(source)
+    ids = [source.ids[i] for i in order]
+    g = source.generator(25)
+    flips = torch.rand(source.rows, 1, generator=g) < 0.1
+    changed = {}
+    for k in source.usual:
+        state = source.serving[k][order]
+        other = torch.randn(state.shape, generator=g) * state.std(0)
+        changed[k] = torch.where(flips, state + 0.4 * other, state)
+    training.ids = serving.ids = ids
+    training.ranks = [{name: rows[order] for name, rows in rank.items()} for rank in training.ranks]
+    return training, server.change(serving, lambda j, r: changed[source.usual[j]])
+
+
 def dp_attention(source: Source) -> Pair | None:
     from tests.lab.injections import scattered
 
@@ -148,6 +188,9 @@ CONTROLS: dict[str, Callable[[Source], Pair | None]] = {
     "final norm in both": final_norm,
     "prefill and verify": verify_rows,
     "routing flips": flipped_rows,
+    "only the trained boundaries stored": bare,
+    "another expert in the last layer": other_expert,
+    "a shared prefix and routing flips": shared_prefix,
     "data-parallel attention": dp_attention,
     "last bits differ": last_bits,
 }

@@ -114,6 +114,14 @@ def embedding_first(source: Source) -> Pair | None:
     return trained_on(source, 0, a, b + 1)
 
 
+@inject("one layer late, only the trained boundaries stored", "layer-shift", "undetermined", cases="C001 C003")
+def late_and_bare(source: Source) -> Pair | None:
+    held = [k - 1 for k in source.usual]
+    if any(k not in source.serving for k in held):
+        return None
+    return server.training(source, keep=source.usual), server.serving(source, held)
+
+
 @inject("slots permuted", "concat-order", cases="C008 trained drafts")
 def permuted(source: Source) -> Pair | None:
     a, b, c = source.usual
@@ -378,6 +386,64 @@ def scaled_up(source: Source) -> Pair | None:
     return replaced(source, lambda state, k, r: 1.25 * state)
 
 
+@inject("scaled by 1.03", "scale-mismatch", cases="F23")
+def scaled_little(source: Source) -> Pair | None:
+    return replaced(source, lambda state, k, r: 1.03 * state)
+
+
+@inject("one slot scaled by 0.95", "scale-mismatch", cases="F23")
+def scaled_down(source: Source) -> Pair | None:
+    return replaced(source, lambda state, k, r: 0.95 * state, (2,))
+
+
+def usual_channel(source: Source, salt: int) -> int:
+    """Some channel of middling size in every slot."""
+    sizes = torch.stack([source.serving[k].abs().median(0).values for k in source.usual])
+    middling = ((sizes > 0.7 * sizes.median(1, keepdim=True).values) & (sizes < 3 * sizes.median())).all(0).nonzero()
+    return int(middling[torch.randint(len(middling), (1,), generator=source.generator(salt))])
+
+
+@inject("one channel is zero", "capture-lost", cases="C130")
+def dead_channel(source: Source) -> Pair | None:
+    channel = usual_channel(source, 25)
+
+    def make(state: torch.Tensor, k: int, r: int) -> torch.Tensor:
+        state = state.clone()
+        state[:, channel] = 0
+        return state
+
+    return replaced(source, make)
+
+
+@inject("one channel of one slot is constant", "capture-lost", cases="C130")
+def stuck_channel(source: Source) -> Pair | None:
+    channel = usual_channel(source, 26)
+
+    def make(state: torch.Tensor, k: int, r: int) -> torch.Tensor:
+        state = state.clone()
+        state[:, channel] = state[0, channel].clone()
+        return state
+
+    return replaced(source, make, (1,))
+
+
+@inject("two channels exchanged", "undetermined", cases="C130")
+def channels_exchanged(source: Source) -> Pair | None:
+    a, b = usual_channel(source, 27), usual_channel(source, 28)
+    if a == b:
+        return None
+    order = torch.arange(source.hidden)
+    order[a], order[b] = b, a
+    return replaced(source, lambda state, k, r: state[:, order], (0,))
+
+
+@inject("captured before the MLP's output was added, on every rank", "undetermined", cases="C040 C053")
+def before_mlp(source: Source) -> Pair | None:
+    if not source.parts:
+        return None
+    return replaced(source, lambda state, k, r: source.residuals[k])
+
+
 @inject("mean over ranks instead of sum", "scale-mismatch", cases="F23")
 def mean_over_ranks(source: Source) -> Pair | None:
     return replaced(source, lambda state, k, r: state / 8, (1,))
@@ -489,6 +555,64 @@ def some_rows_swapped(source: Source) -> Pair | None:
     order = torch.arange(source.rows)
     order[4:12] = torch.arange(source.rows - 9, source.rows - 1)
     return replaced(source, lambda state, k, r: state[order])
+
+
+def some_rows(source: Source, share: float, salt: int) -> torch.Tensor:
+    """A random share of all rows, as a mask [T, 1]."""
+    chosen = torch.randperm(source.rows, generator=source.generator(salt))[: round(share * source.rows)]
+    mask = torch.zeros(source.rows, 1, dtype=torch.bool)
+    mask[chosen] = True
+    return mask
+
+
+@inject("a fifth of the rows of one slot from a layer before", "layer-shift", cases="C073 C077")
+def fifth_late(source: Source) -> Pair | None:
+    if source.rows < 40 or source.usual[1] - 1 not in source.serving:
+        return None
+    late = some_rows(source, 0.2, 23)
+    return replaced(source, lambda state, k, r: torch.where(late, source.serving[k - 1], state), (1,))
+
+
+@inject("two fifths of the rows from a layer before", "layer-shift", cases="C073 C077")
+def two_fifths_late(source: Source) -> Pair | None:
+    if source.rows < 40 or any(k - 1 not in source.serving for k in source.usual):
+        return None
+    late = some_rows(source, 0.4, 24)
+    return replaced(source, lambda state, k, r: torch.where(late, source.serving[k - 1], state))
+
+
+@inject("the last rows of every request from a layer after", "layer-shift", cases="C073 C077")
+def ends_early(source: Source) -> Pair | None:
+    if source.rows < 40 or source.usual[2] + 1 not in source.serving:
+        return None
+    ends = torch.zeros(source.rows, 1, dtype=torch.bool)
+    for _, e in source.spans:
+        ends[e - 6 : e] = True
+    return replaced(source, lambda state, k, r: torch.where(ends, source.serving[k + 1], state), (2,))
+
+
+@inject("two rows exchanged", "rows-swapped", cases="C059 C060")
+def two_rows_swapped(source: Source) -> Pair | None:
+    if source.rows < 40:
+        return None
+    order = torch.arange(source.rows)
+    a, b = source.spans[0][0] + 5, source.rows - 4
+    if source.ids[a] == source.ids[b]:
+        return None  # one token may have much the same state twice
+    order[a], order[b] = b, a
+    return replaced(source, lambda state, k, r: state[order])
+
+
+@inject("one row overwritten by another", "rows-swapped", cases="C059 C060")
+def one_row_overwritten(source: Source) -> Pair | None:
+    if source.rows < 40:
+        return None
+    order = torch.arange(source.rows)
+    a, b = source.rows - 7, source.spans[0][0] + 9
+    if source.ids[a] == source.ids[b]:
+        return None
+    order[a] = b
+    return replaced(source, lambda state, k, r: state[order], (0,))
 
 
 @inject("a strided buffer read as packed", "rows-swapped", cases="C060")

@@ -13,7 +13,7 @@ FAULTS: tuple[Fault, ...] = (
         "first id is 1), vLLM adds none, and trainers exist of both kinds.",
         "The best boundary of the wrong slots is the expected one plus the same number, at the noise floor, and the "
         "runner-up is clearly worse. The cosine to the expected boundary stays high (0.9 to 0.999), so a cosine "
-        "threshold passes it.",
+        "threshold passes it. Or some rows of a slot only, which are named with their requests.",
         "Capture training with --boundaries all and compare: the best boundary must be matched at its floor. A "
         "partial sum looks like a neighbouring layer too; it is not at the floor and its ranks differ. which-layers "
         "with the draft says which side is right.",

@@ -69,7 +69,8 @@ FAULTS: tuple[Fault, ...] = (
         "A slot, or a rank's part of it, is not there",
         "Layers that run outside the usual loop are not captured (two-batch overlap), only the last pipeline stage "
         "captures, a rank never ran the capture, or a transfer between prefill and decode servers dropped it.",
-        "Fewer slots than the draft takes, or a tensor present on some ranks only.",
+        "Fewer slots than the draft takes, a tensor present on some ranks only, or channels that hold one value on all "
+        "rows while the others are right.",
         "check names the flags; a dump of every rank shows who lacks what.",
         "Turn off pipeline parallelism, two-batch overlap or the transfer for the target, and declare as many ids as"
         " slots.",

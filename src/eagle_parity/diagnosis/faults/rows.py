@@ -25,7 +25,7 @@ FAULTS: tuple[Fault, ...] = (
         "Rows that hold another token's or another request's state",
         "Rows of a batch are compacted or indexed wrongly: a stride of draft tokens taken for one row a request, "
         "offsets that count cached tokens, slices that ignore the request.",
-        "The wrong rows are, at the floor, the states of other rows of the same dump.",
+        "The wrong rows are, at the floor, the states of other rows of the same dump; one such row is enough.",
         "Ask for the same prompts one at a time.",
         "Correct the indexing between target and draft; upgrade.",
         (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from eagle_parity.diagnosis.case import Case
-from eagle_parity.diagnosis.rules import content, coverage, layout, order, rows
+from eagle_parity.diagnosis.rules import content, coverage, layout, order, rows, strays
 from eagle_parity.records import Finding
 
 Rule: TypeAlias = Callable[[Case], Iterable[Finding]]
@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     order.wrong_order,
     order.boundary_missing,
     content.content,
+    strays.stray_rows,
     rows.row_faults,
     rows.situation,
     coverage.declared_expectation,

@@ -15,62 +15,21 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from eagle_parity.alignment.partial import residual_like
 from eagle_parity.diagnosis.case import Case, TensorCase
-from eagle_parity.diagnosis.judgement import MIN_ROWS
-from eagle_parity.diagnosis.rules import norm
-from eagle_parity.diagnosis.rules.geometry import Place, place
+from eagle_parity.diagnosis.rules import norm, scale
+from eagle_parity.diagnosis.rules.channels import Broken, broken
+from eagle_parity.diagnosis.rules.explanation import Explained, error
 from eagle_parity.diagnosis.rules.norm import nearest_of
+from eagle_parity.diagnosis.rules.path import between, double_output, midway, residual_missing
 from eagle_parity.diagnosis.rules.rows import graph_part, missing_images, split_rows, swapped_finding
 from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2, row_sums
-from eagle_parity.metrics.distribution import median, sign_test
+from eagle_parity.metrics.distribution import median
 from eagle_parity.records import FINAL_NORM, Boundary, Finding
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 
 
-@dataclass(frozen=True)
-class Explained:
-    """A tensor's fault, and the boundary that the tensor would be without it (None: cannot be said)."""
-
-    finding: Finding
-    boundary: Boundary | None
-
-
-def _error(
-    tensor: TensorCase, code: str, message: str, fix: str, boundary: Boundary | None, **evidence: object
-) -> Finding:
-    return Finding(code, "error", f"{tensor.where} {message}", fix, tensor.slot, boundary, None, evidence)
-
-
 # ------------------------------------------------------------------------------------------ exact: at the floor then
-
-
-@dataclass(frozen=True)
-class _Scale:
-    boundary: Boundary
-    factor: float
-    rows: FloatArray
-
-    @property
-    def distance(self) -> float:
-        return median(self.rows)
-
-
-def _scale(case: Case, tensor: TensorCase) -> _Scale | None:
-    """A boundary that the tensor equals up to one factor for all tokens; the expected one if it fits as well."""
-    serving = case.keep_ordinary(case.serving_rows(tensor))
-    found: list[_Scale] = []
-    for boundary in tensor.match.rel_l2:
-        truth = case.keep_ordinary(case.training_rows(boundary))
-        sums = row_sums(serving, truth)
-        factor = median(numpy64(sums.dot / sums.training_sq.clamp_min(1e-30)))
-        if not factor > 0:
-            continue
-        scale = _Scale(boundary, factor, rel_l2(serving / factor, truth))
-        if scale.distance <= tensor.limits[boundary]:
-            found.append(scale)
-    return nearest_of(found, tensor.expected)
 
 
 def scaled_or_normed(case: Case, tensor: TensorCase) -> Explained | None:
@@ -78,48 +37,45 @@ def scaled_or_normed(case: Case, tensor: TensorCase) -> Explained | None:
 
     Where token norms hardly vary one factor explains a norm as well, so a norm must fit twice as well to be named.
     """
-    scale, normed = _scale(case, tensor), norm.find(case, tensor)
-    if scale is None and normed is None:
-        return None
-    if normed is None or (scale is not None and (scale.distance <= 2 * normed.distance or normed.plain)):
-        assert scale is not None
-        return _scaled(case, tensor, scale)
-    return _normed(case, tensor, normed)
+    factor, normed = scale.find(case, tensor), norm.find(case, tensor)
+    if factor is not None and (normed is None or factor.distance <= 2 * normed.distance or normed.plain):
+        return _scaled(case, tensor, factor)
+    return None if normed is None or normed.plain else _normed(case, tensor, normed)
 
 
-def _scaled(case: Case, tensor: TensorCase, scale: _Scale) -> Explained:
+def _scaled(case: Case, tensor: TensorCase, found: scale.Scale) -> Explained:
     size = len(case.serving.ranks)
-    evidence = {"factor": scale.factor, "rel_l2_after": scale.distance}
-    embedded = scale.boundary == 0 and abs(scale.factor / (case.hidden_size or 1) ** 0.5 - 1) < 0.01
-    if size > 1 and abs(scale.factor / size - 1) < 0.01 and not embedded:
-        finding = _error(
+    evidence = {"factor": found.factor, "spread_of_row_factors": found.spread, "rel_l2_after": found.distance}
+    embedded = found.boundary == 0 and abs(found.factor / (case.hidden_size or 1) ** 0.5 - 1) < 0.01
+    if size > 1 and abs(found.factor / size - 1) < 0.01 and not embedded:
+        finding = error(
             tensor,
             "double-sum",
-            f"was summed over the {size} ranks twice (boundary {scale.boundary})",
+            f"was summed over the {size} ranks twice (boundary {found.boundary})",
             "remove one of the two all-reduces around the capture",
-            scale.boundary,
+            found.boundary,
             tp=size,
             **evidence,
         )
-    elif scale.boundary == 0:
-        finding = _error(
+    elif found.boundary == 0:
+        finding = error(
             tensor,
             "embedding-scale",
-            f"is boundary 0 times {scale.factor:.4g}",
+            f"is boundary 0 times {found.factor:.4g}",
             "apply the same embedding scale (sqrt(hidden) in Gemma-like models) on both sides",
             0,
             **evidence,
         )
     else:
-        finding = _error(
+        finding = error(
             tensor,
             "scale-mismatch",
-            f"is boundary {scale.boundary} times {scale.factor:.4g}",
+            f"is boundary {found.boundary} times {found.factor:.4g}",
             "look for a scale on one side only: a residual multiplier, a quantisation scale, a mean over ranks",
-            scale.boundary,
+            found.boundary,
             **evidence,
         )
-    return Explained(finding, scale.boundary)
+    return Explained(finding, found.boundary)
 
 
 def _normed(case: Case, tensor: TensorCase, found: norm.Scaling) -> Explained:
@@ -131,7 +87,7 @@ def _normed(case: Case, tensor: TensorCase, found: norm.Scaling) -> Explained:
         if found.own
         else "an RMS norm over more than this slot (norm_before_fc)"
     )
-    finding = _error(
+    finding = error(
         tensor,
         "final-norm" if final else "draft-norm",
         f"is boundary {found.boundary} after {what}",
@@ -193,7 +149,7 @@ def token_shift(case: Case, tensor: TensorCase) -> Explained | None:
     if best is None:
         return None
     distance, shift, held = best.distance, best.shift, best.boundary
-    finding = _error(
+    finding = error(
         tensor,
         "token-shift",
         f"holds at each token the state of the token {abs(shift)} {'later' if shift > 0 else 'earlier'}",
@@ -233,7 +189,7 @@ def rotated_basis(case: Case, tensor: TensorCase) -> Explained | None:
     distance = median(np.abs(ours - theirs))
     if spread == 0 or distance > 0.25 * spread:
         return None
-    finding = _error(
+    finding = error(
         tensor,
         "rotated-basis",
         f"is boundary {boundary} in a rotated basis (the tokens' angles to each other are the same)",
@@ -252,123 +208,7 @@ def _angles(rows: torch.Tensor) -> FloatArray:
     return numpy64((unit @ unit.T)[tuple(torch.triu_indices(len(rows), len(rows), 1))])
 
 
-# --------------------------------------------------------------------------------- geometry: where the tensor lies
-
-
-def _step(case: Case, tensor: TensorCase, boundary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The tensor, boundary K-1 and boundary K on ordinary channels; None where the training side lacks one."""
-    if boundary - 1 not in tensor.match.rel_l2 or boundary not in tensor.match.rel_l2:
-        return None
-    rows = [case.serving_rows(tensor), case.training_rows(boundary - 1), case.training_rows(boundary)]
-    x, before, after = (case.keep_ordinary(r) for r in rows)
-    return x, before, after
-
-
-def double_output(case: Case, tensor: TensorCase) -> Explained | None:
-    """R + tp M instead of R + M: truth - (x - truth) / (tp - 1) is then the residual stream R."""
-    boundary = tensor.expected
-    if not isinstance(boundary, int):
-        return None
-    rows = _step(case, tensor, boundary)
-    if rows is None:
-        return None
-    x, before, after = rows
-    engine = case.serving.facts.engine
-    sizes = dict.fromkeys([len(case.serving.ranks), (engine.tp_size if engine else None) or 0, 2, 4, 8])
-    for size in [size for size in sizes if size > 1]:
-        evidence = residual_like(after - (x - after) / (size - 1), after, before)
-        if evidence is None:
-            continue
-        finding = _error(
-            tensor,
-            "double-sum",
-            f"holds boundary {boundary} with the output of layer {boundary - 1} counted about {size} times",
-            "remove one of the two all-reduces (or reduce-scatters) after that layer",
-            boundary,
-            times=size,
-            **evidence,
-        )
-        return Explained(finding, boundary)
-    return None
-
-
-def residual_missing(case: Case, tensor: TensorCase) -> Explained | None:
-    """A layer's output alone: a share of the step and none of the stream."""
-    boundary = tensor.expected
-    if not isinstance(boundary, int):
-        return None
-    rows = _step(case, tensor, boundary)
-    if rows is None:
-        return None
-    x, before, after = rows
-    found = place(x, before, after)
-    size = median(numpy64(x.double().norm(dim=-1) / (after - before).double().norm(dim=-1).clamp_min(1e-30)))
-    if abs(found.stream) > 0.1 or not found.forward or found.along(found.step) < 0.15 or size > 1.2:
-        return None
-    finding = _error(
-        tensor,
-        "residual-missing",
-        f"holds the output of layer {boundary - 1} without the residual",
-        "capture hidden_states + residual",
-        boundary,
-        **found.evidence,
-    )
-    return Explained(finding, boundary)
-
-
-def between(case: Case, tensor: TensorCase) -> Explained | None:
-    """On the way to the next boundary, or short of the expected one."""
-    boundary = tensor.expected
-    if not isinstance(boundary, int):
-        return None
-    ahead = _on_the_way(case, tensor, boundary + 1)
-    behind = _on_the_way(case, tensor, boundary)
-    if ahead is not None and (behind is None or ahead.rest <= behind.rest):
-        finding = _error(
-            tensor,
-            "aliased-buffer",
-            f"holds boundary {boundary} and {ahead.step:.0%} of the step to {boundary + 1}: a part of layer {boundary} "
-            "was added after the capture",
-            "clone the state when it is captured: the buffer is written again by the next layer",
-            boundary,
-            **ahead.evidence,
-        )
-        return Explained(finding, boundary)
-    if behind is None:
-        return None
-    one_rank = tensor.ranks.shape == "one-rank" and tensor.layout != "replicated"
-    finding = _error(
-        tensor,
-        "undetermined" if one_rank else "partial-sum",
-        f"holds boundary {boundary - 1} and {behind.step:.0%} of the step to {boundary}: a part of its layer's "
-        "output is not in it"
-        + ("; with one rank's data a partial sum can neither be shown nor excluded" if one_rank else ""),
-        "capture every rank: if they differ it is a partial sum"
-        if one_rank
-        else "capture after the layer's output is complete: every rank here lacks the same part",
-        boundary,
-        hypotheses=["partial-sum", "captured before the MLP's output was added"],
-        **behind.evidence,
-    )
-    return Explained(finding, boundary)
-
-
-def _on_the_way(case: Case, tensor: TensorCase, boundary: int) -> Place | None:
-    """The tensor's place between boundary K-1 and K, if it lies there: nearer to both than they are to each other.
-
-    This judges layers that hardly change the stream too, where every distance is below its floor.
-    """
-    rows = _step(case, tensor, boundary)
-    if rows is None:
-        return None
-    x, before, after = rows
-    found = place(x, before, after)
-    step = numpy64((after - before).double().norm(dim=-1))
-    to, on = (numpy64((x - end).double().norm(dim=-1)) for end in (before, after))
-    return found if found.inside and sign_test(to, step) < 0.01 and sign_test(on, step) < 0.01 else None
-
-
-# ------------------------------------------------------------------------------------------------------ no explanation
+# -------------------------------------------------------------------------------------------------- no explanation
 
 
 def images(case: Case, tensor: TensorCase) -> Explained | None:
@@ -386,7 +226,7 @@ def precision(case: Case, tensor: TensorCase) -> Explained | None:
         neighbours = [k for k in (expected - 1, expected + 1) if 0 <= k <= (case.num_layers or k)]
         if any(k not in tensor.match.rel_l2 for k in neighbours):
             return None
-    finding = _error(
+    finding = error(
         tensor,
         "precision",
         f"is boundary {tensor.expected}, but {distance:.3g} away from it; the limit is {tensor.limit.limit:.3g} "
@@ -405,7 +245,7 @@ def undetermined(case: Case, tensor: TensorCase) -> Explained | None:
     medians = tensor.match.medians()
     nearest = [{"boundary": b, "rel_l2": medians[b]} for b in tensor.match.ranking()[:3]]
     one_rank = len(tensor.ranks.views) == 1 and tensor.layout != "replicated"
-    finding = _error(
+    finding = error(
         tensor,
         "undetermined",
         f"is not boundary {tensor.expected} and matches no training state at its floor"
@@ -433,39 +273,6 @@ EXPLANATIONS = (
 )
 
 
-def _midway(case: Case, tensor: TensorCase) -> Explained | None:
-    """The finding for a tensor that looks right, or like a neighbouring layer, and lies between the two."""
-    expected, best = tensor.expected, tensor.match.best
-    if not isinstance(expected, int) or not isinstance(best, int) or abs(best - expected) > 1:
-        return None
-    if tensor.view is None or len(case.probe) < MIN_ROWS:
-        return None
-    if tensor.partial is not None or (tensor.ranks.shape == "differ" and not tensor.odd_ranks):
-        return None
-    found = between(case, tensor)
-    if found is not None or tensor.judgement.status == "fail":
-        return found
-    rows = _step(case, tensor, expected)
-    found_at = None if rows is None else place(*rows)
-    if found_at is None or not found_at.beyond:
-        return None
-    return double_output(case, tensor) or _beyond(tensor, expected, found_at)
-
-
-def _beyond(tensor: TensorCase, boundary: int, at: Place) -> Explained:
-    """More than once the last step, by how often cannot be said."""
-    finding = _error(
-        tensor,
-        "double-sum",
-        f"holds {at.step:.2f} times the step to boundary {boundary}: a part of layer {boundary - 1}'s output counts "
-        "more than once",
-        "remove one of the two reductions after that layer",
-        boundary,
-        **at.evidence,
-    )
-    return Explained(finding, boundary)
-
-
 def _needs_one(case: Case, tensor: TensorCase) -> bool:
     return not (
         tensor.judgement.status != "fail"
@@ -479,14 +286,48 @@ def _needs_one(case: Case, tensor: TensorCase) -> bool:
     )
 
 
+def _quiet(case: Case, tensor: TensorCase) -> Explained | None:
+    """Faults that the median distance to the expected boundary may be too coarse for, whatever the status."""
+    if tensor.partial is not None or (tensor.ranks.shape == "differ" and not tensor.odd_ranks):
+        return None
+    channels = broken(case, tensor)
+    if channels is not None:
+        return _broken(tensor, channels)
+    between_two = midway(case, tensor)
+    if between_two is not None:
+        return between_two
+    factor = scale.slight(case, tensor)
+    return None if factor is None else _scaled(case, tensor, factor)
+
+
+def _broken(tensor: TensorCase, found: Broken) -> Explained:
+    """Channels that never change were not written; others hold something."""
+    few = ", ".join(map(str, found.channels[:8])) + (", …" if len(found.channels) > 8 else "")
+    stuck = len(found.stuck) == len(found.channels)
+    finding = error(
+        tensor,
+        "capture-lost" if stuck else "undetermined",
+        f"is boundary {found.boundary} but for {len(found.channels)} channels ({few}), which "
+        + ("hold one value on all rows" if stuck else "hold something else"),
+        "look for what writes single channels: a slice that is one short, a buffer that is not filled, a scale or a "
+        "weight row that is broken on the serving side",
+        found.boundary,
+        channels=list(found.channels[:64]),
+        error_over_sound_channels=found.off,
+        rel_l2_of_the_others=found.distance,
+        **({} if stuck else {"hypotheses": ["a broken quantisation scale", "exchanged channels", "corrupt memory"]}),
+    )
+    return Explained(finding, found.boundary)
+
+
 @lru_cache(maxsize=1)
 def explained(case: Case) -> dict[str, Explained]:
     """The first explanation of every tensor that failed for what it holds, by the tensor's name."""
     found: dict[str, Explained] = {}
     for tensor in case.tensors:
-        midway = _midway(case, tensor)
-        if midway is not None:
-            found[tensor.name] = midway
+        quiet = _quiet(case, tensor)
+        if quiet is not None:
+            found[tensor.name] = quiet
         elif _needs_one(case, tensor):
             tried = (explain(case, tensor) for explain in EXPLANATIONS)
             found[tensor.name] = next(e for e in tried if e is not None)

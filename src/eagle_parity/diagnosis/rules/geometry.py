@@ -16,11 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eagle_parity.metrics.distances import numpy64
+from eagle_parity.metrics.distances import FloatArray, numpy64
 from eagle_parity.metrics.distribution import median, sign_test
+from eagle_parity.records import IntArray
 
 SURE = 0.001  # p-value below which rows agree about a sign
 OFF = 0.03  # share of the step by which a tensor must be away from either end to be between them
+FAR_OFF = 0.01  # the same where the ends are several layers apart: one layer is a small share of that way
+STREAM = (0.8, 1.2)  # shares of the stream that count as all of it
 ALONG = 0.12  # cosine to the step of that deviation, at least
 
 
@@ -40,19 +43,28 @@ class Place:
 
     @property
     def inside(self) -> bool:
-        """Between the two ends, by more than noise can do.
+        """Between the two ends of a layer, by more than noise can do."""
+        return self.within(OFF)
+
+    def within(self, off: float) -> bool:
+        """Between the two ends and away from both by a share of the step.
 
         In healthy captures (recordings, bf16 and quantised, MoE) shares stay within 0.006 of 0 or 1, as noise has no
         part of the step; what is off must also point along the step more than chance allows in few channels.
         """
-        if not 0.8 < self.stream < 1.2 or not self.forward or not self.short:
+        if not STREAM[0] < self.stream < STREAM[1] or not self.forward or not self.short:
             return False
-        return OFF < self.step < 1 - OFF and min(self.along(self.step), self.along(1 - self.step)) > ALONG
+        return off < self.step < 1 - off and min(self.along(self.step), self.along(1 - self.step)) > ALONG
 
     @property
     def beyond(self) -> bool:
         """Past the far end, by more than noise can do: the last step counts more than once."""
-        return 0.8 < self.stream < 1.2 and self.over and self.step > 1 + OFF and self.along(self.step - 1) > ALONG
+        return (
+            STREAM[0] < self.stream < STREAM[1]
+            and self.over
+            and self.step > 1 + OFF
+            and self.along(self.step - 1) > ALONG
+        )
 
     def along(self, share: float) -> float:
         """Cosine to the step of a deviation that has this share of it and the rest across."""
@@ -65,16 +77,20 @@ class Place:
 
 
 def place(rows: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Place:
-    """Fit each row [n, H] as a * before + b * (after - before)."""
+    """Fit each row [n, H] as a * before + b * (after - before).
+
+    Shares of the step are taken over the share of the stream where that is nearly 1: a factor moves no tensor.
+    """
     x, s, d = (tensor.double() for tensor in (rows, before, after - before))
     ss, sd, dd = (s * s).sum(-1), (s * d).sum(-1), (d * d).sum(-1)
     xs, xd = (x * s).sum(-1), (x * d).sum(-1)
     determinant = (ss * dd - sd * sd).clamp_min(1e-30)
     a, b = (xs * dd - xd * sd) / determinant, (xd * ss - xs * sd) / determinant
     rest = (x - a.unsqueeze(-1) * s - b.unsqueeze(-1) * d).norm(dim=-1) / dd.sqrt().clamp_min(1e-30)
-    shares = numpy64(b)
+    stream = median(numpy64(a))
+    shares = numpy64(b) / (stream if STREAM[0] < stream < STREAM[1] else 1.0)
     return Place(
-        median(numpy64(a)),
+        stream,
         median(shares),
         median(numpy64(rest)),
         forward=sign_test(np.zeros_like(shares), shares) < SURE,
@@ -84,10 +100,16 @@ def place(rows: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Plac
 
 
 def nearest(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Relative L2 of each row of ours [n, H] to the nearest row of theirs [m, H]: [n].
+    """Relative L2 of each row of ours [n, H] to the nearest row of theirs [m, H]: [n]."""
+    return torch.from_numpy(nearest_row(ours, theirs)[1]).float()
+
+
+def nearest_row(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[IntArray, FloatArray]:
+    """Index and relative L2 of the nearest row of theirs [m, H] to each row of ours [n, H]: [n] each.
 
     The search is by matrix product, which cannot tell small distances; the distance itself is exact.
     """
-    found = theirs[torch.cdist(ours, theirs).argmin(dim=-1)]
-    distance: torch.Tensor = (ours - found).norm(dim=-1) / found.norm(dim=-1).clamp_min(1e-30)
-    return distance
+    index = torch.cdist(ours, theirs).argmin(dim=-1)
+    found = theirs[index]
+    distance = (ours - found).norm(dim=-1) / found.norm(dim=-1).clamp_min(1e-30)
+    return np.asarray(index.numpy(), dtype=np.int64), numpy64(distance)

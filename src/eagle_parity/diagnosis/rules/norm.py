@@ -92,7 +92,7 @@ def fit(case: Case, serving: torch.Tensor, boundary: Boundary, truth: torch.Tens
         return None
     rows = rel_l2(x, factor.unsqueeze(-1) * y * weight)
     own = factor * rms
-    return Scaling(boundary, rows, weight, _spread(own) < 0.05, _spread(factor))
+    return Scaling(boundary, rows, weight, robust_spread(own) < 0.05, robust_spread(factor))
 
 
 def _weight(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,8 @@ def _factors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum(-1) / y.square().sum(-1).clamp_min(1e-30)
 
 
-def _spread(values: torch.Tensor) -> float:
+def robust_spread(values: torch.Tensor) -> float:
+    """Standard deviation over mean, as the median absolute deviation estimates it."""
     array = numpy64(values.double())
     middle = median(array)
     return median(abs(array - middle)) * 1.5 / max(abs(middle), 1e-30)

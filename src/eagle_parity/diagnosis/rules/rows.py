@@ -12,7 +12,8 @@ from eagle_parity.alignment.matching import sample
 from eagle_parity.alignment.views import blocks
 from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase
 from eagle_parity.diagnosis.judgement import Judgement
-from eagle_parity.diagnosis.rules.geometry import nearest
+from eagle_parity.diagnosis.rules.geometry import nearest, nearest_row
+from eagle_parity.diagnosis.rules.strays import strays
 from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2, row_sums
 from eagle_parity.metrics.distribution import median
 from eagle_parity.records import Boundary, Finding, IntArray
@@ -77,8 +78,43 @@ def _wrong(case: Case, tensor: TensorCase) -> tuple[Boundary, IntArray] | None:
     astray, empty = distances >= far, _empty(case, tensor, held)
     if astray.sum() < LEAST_ROWS:
         astray[:] = False  # one row may have taken other experts all the way
+    elsewhere = _elsewhere(case, tensor, held)
+    astray[elsewhere] = True  # but not to another token's state: that counts however few rows it is
+    found = strays(case).get(tensor.name)
+    if found is not None:
+        astray[found.rows] = False
     wrong = np.flatnonzero(astray | empty)
-    return (held, wrong) if len(wrong) >= max(1, LEAST_SHARE * len(distances)) else None
+    least = 1 if len(elsewhere) else max(1, LEAST_SHARE * len(distances))
+    return (held, wrong) if len(wrong) >= least else None
+
+
+def _elsewhere(case: Case, tensor: TensorCase, boundary: Boundary) -> IntArray:
+    """Rows (indexes into the alignment) that hold the state of another token: at its floor, and far from their own.
+
+    One row proves it. Its deviation is then the difference of two states that are as unlike as half of all pairs are
+    (half of their usual distance), in one direction out of as many as the state has. Noise has no such aim, and where
+    two states differ by the choice of an expert alone they are near each other, or of one token.
+    """
+    assert tensor.view is not None
+    own = tensor.match.rel_l2[boundary]
+    limit = tensor.limits[boundary]
+    suspects = np.flatnonzero(own > max(limit, HALFWAY * _another_token(case, boundary)))
+    if len(suspects) == 0:
+        return suspects
+    suspects = suspects[sample(len(suspects), PROBE_ROWS)]
+    ours = case.keep_ordinary(tensor.view.read(case.alignment.serving[suspects]).float())
+    near = np.full(len(suspects), np.inf)
+    token = np.full(len(suspects), -1, dtype=np.int64)
+    everywhere = case.alignment.training
+    for block in blocks(len(everywhere), ours.shape[1]):
+        theirs = case.keep_ordinary(case.training_rows(boundary, everywhere[block]))
+        index, distance = nearest_row(ours, theirs)
+        closer = distance < near
+        near[closer] = distance[closer]
+        token[closer] = case.training.tokens.token_ids[everywhere[block][index[closer]]]
+    other = token != case.serving.tokens.token_ids[case.alignment.serving[suspects]]
+    found: IntArray = suspects[other & (near <= limit) & (near <= HALFWAY * own[suspects])]
+    return found
 
 
 def _another_token(case: Case, boundary: Boundary) -> float:

@@ -1,0 +1,78 @@
+"""Single channels that do not hold the state: never written, stuck, exchanged, or scaled by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.judgement import MIN_ROWS
+from eagle_parity.metrics.channels import MASSIVE
+from eagle_parity.metrics.distances import rel_l2
+from eagle_parity.metrics.distribution import median
+from eagle_parity.records import Boundary
+
+WRONG = 0.5  # of a channel's own size, by which it must be off on most rows
+OUTSTANDING = 2.0  # times as far off as any channel of its size that is right
+FEW = 0.05  # share of the channels; more is no fault of single channels
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Channels of a tensor that is its boundary but for them."""
+
+    boundary: Boundary
+    channels: tuple[int, ...]
+    stuck: tuple[int, ...]
+    """Those among them that hold one value on all rows."""
+    off: float
+    """Least error among them, over the largest among channels of their size that are right."""
+    distance: float
+    """Median relative L2 of the other channels."""
+
+
+def broken(case: Case, tensor: TensorCase) -> Broken | None:
+    """Channels that are wrong on most rows, in a tensor that is the expected boundary without them.
+
+    The error of a channel is the median over rows of |serving - training|: rows that took other experts, or are wrong
+    altogether, do not move it. Noise is spread over channels, in part alike and in part in proportion to their size: a
+    channel whose noise is half of its signal is a small one, and there its noise is no larger than that of many others.
+    So a broken channel is off by more than half of its own size (or holds one value on all rows, which may be near the
+    mean of a channel that varies little) and by twice as much as any sound channel up to twice
+    its size (or the usual size, if that is larger); the largest of hundreds is not beaten twofold by one more of them.
+    """
+    boundary = tensor.expected
+    if boundary is None or boundary not in tensor.match.rel_l2 or tensor.view is None or len(case.probe) < MIN_ROWS:
+        return None
+    serving, truth = case.serving_rows(tensor), case.training_rows(boundary)
+    error, size = ((rows.abs().median(0).values) for rows in (serving - truth, truth))
+    stuck = (serving == serving[0]).all(0)
+    wrong = ((error >= WRONG * size) | stuck) & (error > 0)
+    if not bool(wrong.any()):
+        return None
+    rms = truth.square().mean(0).sqrt()
+    sound = ~wrong & (rms <= MASSIVE * rms.median())
+    if not bool(sound.any()):
+        return None
+    usual = size.median()
+    found = []
+    for channel in wrong.nonzero().flatten().tolist():
+        alike = sound & (size <= torch.maximum(2 * size[channel], usual))
+        level = error[alike].max() if bool(alike.any()) else error[sound].max()
+        found.append((channel, float(error[channel] / level.clamp_min(1e-30))))
+    found = [(channel, off) for channel, off in found if off >= OUTSTANDING]
+    if not found or len(found) > max(1.0, FEW * len(size)):
+        return None
+    channels = tuple(channel for channel, _ in found)
+    rest = torch.ones(len(size), dtype=torch.bool)
+    rest[list(channels)] = False
+    if case.ordinary is not None and len(size) == case.hidden_size:
+        ordinary = torch.zeros_like(rest)
+        ordinary[case.ordinary] = True
+        rest &= ordinary
+    distance = median(rel_l2(serving[:, rest], truth[:, rest]))
+    if distance > tensor.limits[boundary]:
+        return None
+    constant = tuple(c for c in channels if bool(stuck[c]))
+    return Broken(boundary, channels, constant, min(off for _, off in found), distance)
