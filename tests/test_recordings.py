@@ -57,6 +57,31 @@ def test_fused_all_reduce_is_a_partial_sum(recordings: Path, verdict: Verdict) -
         assert "0.5.14" in finding["fix"]
 
 
+@pytest.mark.parametrize(("torn", "code"), [(10, "partial-sum"), (2, "undetermined")])
+def test_a_server_that_is_right_in_prefill_and_wrong_in_verify(
+    torn: int, code: str, recordings: Path, verdict: Verdict, tmp_path: Path
+) -> None:
+    """As SGLang 0.5.13 is after a prompt of more than 2048 tokens. Two rows are too few to say what is wrong."""
+    out = tmp_path / "mixed"
+    shutil.copytree(recordings / "nofus513/serving", out)
+    for rank in range(2):
+        path = out / f"rank-{rank:04d}.safetensors"
+        tensors, fused = load_file(path), load_file(recordings / "fus513/serving" / path.name)
+        for name, tensor in tensors.items():
+            tensor[16 - torn :] = fused[name][16 - torn :]
+        save_file(tensors, path)
+    manifest = json.loads((out / "manifest.json").read_text())
+    request = manifest["requests"][0]
+    manifest["requests"] = [
+        request | {"rows": [0, 16 - torn], "forward_tokens": 2305},
+        request | {"rows": [16 - torn, 16], "phase": "verify", "graph": True, "forward_tokens": 4},
+    ]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    exit_code, report = verdict(recordings / "nofus513/training", out)
+    assert (exit_code, codes(report)) == (1, {code})
+    assert all(f"in {torn} of 16 rows, all of them verify rows" in f["message"] for f in report["findings"])
+
+
 def broken(recordings: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
     """A copy of the healthy serving dump with rank 1 changed."""
     shutil.copytree(recordings / "nofus513/serving", out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from eagle_parity.alignment.partial import PartialSum, find_partial_sum
 from eagle_parity.alignment.views import RankView
 from eagle_parity.diagnosis.case import Case, TensorCase
@@ -120,8 +122,8 @@ def partial_sum(case: Case) -> Iterator[Finding]:
         yield Finding(
             "partial-sum",
             "error",
-            f"{tensor.where}: each rank holds its own part of boundary {tensor.partial.boundary}, captured before the "
-            f"all-reduce: {proof}",
+            f"{tensor.where}: each rank holds its own part of boundary {tensor.partial.boundary}{_torn(case, tensor)}, "
+            f"captured before the all-reduce: {proof}",
             f"SGLang before 0.5.14 captures DeepSeek/Kimi states before a fused all-reduce (here: {version}): upgrade "
             "to 0.5.14 or later, or start with --enforce-disable-flashinfer-allreduce-fusion",
             slot=tensor.slot,
@@ -240,13 +242,26 @@ def odd_rank(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "undetermined",
                 "error",
-                f"{tensor.where}: the ranks differ, none holds a training state, and no sum of them does",
-                "store the residual (`residual.K`) or training boundary K-1 (`dump training --boundaries all`): they "
-                "decide whether this is a partial sum",
+                f"{tensor.where}: the ranks differ{_torn(case, tensor)}, none holds a training state there, and no sum "
+                "of them does",
+                "store the residual (`residual.K`) or training boundary K-1 (`dump training --boundaries all`), and "
+                "record more such rows: they decide whether this is a partial sum",
                 slot=tensor.slot,
                 ranks=tensor.ranks.ranks,
                 evidence={"hypotheses": ["partial-sum", "a corrupt or stale rank"], **_spread(tensor)},
             )
+
+
+def _torn(case: Case, tensor: TensorCase) -> str:
+    """` in 4 of 2309 rows, all of them verify rows`: where the ranks differ, unless it is everywhere."""
+    rows = case.alignment.serving
+    apart = np.any([spread.rel_l2[rows] != 0 for spread in tensor.ranks.spreads], axis=0)
+    if apart.all():
+        return ""
+    requests = case.serving.tokens.requests
+    phases = {request.phase for request in requests if apart[(rows >= request.begin) & (rows < request.end)].any()}
+    only = f", all of them {phases.pop()} rows" if len(phases) == 1 else ""
+    return f" in {int(apart.sum())} of {len(rows)} rows{only}"
 
 
 def _unexplained(case: Case, tensor: TensorCase) -> bool:
