@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,6 +58,36 @@ def test_wrong_ids_fail_with_the_line_to_write(verdict: Verdict) -> None:
     assert (code, report["verdict"], codes(report)) == (1, "fail", {"layer-shift"})
     assert [row["best_boundary"] for row in report["rows"]] == [0, 2, 4]
     assert any('"eagle_aux_hidden_state_layer_ids": [2, 4, 6]' in finding["fix"] for finding in report["findings"])
+
+
+def test_sixty_one_layers(verdict: Verdict) -> None:
+    """Deep in a model a layer changes little: the next boundary is 5 times as far as the noise, and that is enough."""
+    code, report = verdict(RECORDING / "deep" / "serving", RECORDING / "deep" / "training")
+    assert (code, report["verdict"], codes(report)) == (0, "pass", set())
+    assert [row["best_boundary"] for row in report["rows"]] == [2, 30, 58]
+    assert [row["width"] for row in report["rows"]] == [7168] * 3
+    for row, margin in zip(report["rows"], (60, 8, 4.5), strict=True):
+        assert (row["layout"], row["rank_equal"]) == ("replicated", True)
+        assert row["margin"] > margin
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_shift_by_one_deep_in_the_model(step: int, verdict: Verdict, tmp_path: Path) -> None:
+    """Slot 1 is given training's own boundary 29 or 31, without any noise that would help."""
+    deep = RECORDING / "deep"
+    shutil.copytree(deep / "serving", tmp_path / "serving")
+    training, tokens = (load_file(deep / "training" / name) for name in ("rank-0000.safetensors", "tokens.safetensors"))
+    theirs = dict(zip(tokens["positions"].tolist(), training[f"boundary.{30 + step}"], strict=True))
+    positions = load_file(deep / "serving" / "tokens.safetensors")["positions"].tolist()
+    for rank in range(2):
+        path = tmp_path / "serving" / f"rank-{rank:04d}.safetensors"
+        tensors = load_file(path)
+        rows = [theirs.get(position, row) for position, row in zip(positions, tensors["slot.1"], strict=True)]
+        path.unlink()
+        save_file(tensors | {"slot.1": torch.stack(rows)}, path)
+    code, report = verdict(tmp_path / "serving", deep / "training")
+    assert (code, codes(report)) == (1, {"layer-shift"})
+    assert report["rows"][1]["best_boundary"] == 30 + step
 
 
 def test_states_of_another_row_in_graph_replay_alone_are_found(verdict: Verdict, tmp_path: Path) -> None:

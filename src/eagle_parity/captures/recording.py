@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,8 @@ def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
     ranks = sorted({header.rank for header in lost})
     raise EnvironmentFailure(
         f"the capture is incomplete: {names(ranks)} lost {len(lost)} records; the first: {lost[0].reason}",
-        fix="send fewer or shorter prompts (--limit), or make room in the capture directory",
+        fix="send fewer or shorter prompts (--limit), make room in the capture directory, or have fewer "
+        "boundaries recorded (EAGLE_PARITY_CAPTURE_BOUNDARIES=2,30,58 at the start)",
     )
 
 
@@ -167,7 +168,7 @@ def record(site: Site, probes: Sequence[Probe], spool: Spool, key: str) -> Recor
     notes = Notes()
     plan = Plan(facts, tokens, specs, rank_rows=held if split else None, columns=columns)
     stream = Stream(plan, _samples(ordered, specs, notes))
-    said = (*_messages(site, probes, phases), *messages)
+    said = (*_messages(site, probes, {forward.phase for probe in probes for forward in probe.forwards}), *messages)
     return Recording(stream, notes, said, accept_length, phases, spool.discard)
 
 
@@ -317,7 +318,7 @@ def _detail(notes: Notes, slots: int) -> str:
     )
 
 
-def _messages(site: Site, probes: Sequence[Probe], phases: Mapping[str, int]) -> tuple[str, ...]:
+def _messages(site: Site, probes: Sequence[Probe], phases: Collection[str]) -> tuple[str, ...]:
     messages = []
     warm = [probe for probe in probes if probe.cached]
     if warm:

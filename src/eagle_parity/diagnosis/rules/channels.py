@@ -72,7 +72,17 @@ def broken(case: Case, tensor: TensorCase) -> Broken | None:
         ordinary[case.ordinary] = True
         rest &= ordinary
     distance = median(rel_l2(serving[:, rest], truth[:, rest]))
-    if distance > tensor.limits[boundary]:
+    if distance > tensor.limits[boundary] or _nearer(case, tensor, serving, rest, distance):
         return None
     constant = tuple(c for c in channels if bool(stuck[c]))
     return Broken(boundary, channels, constant, min(off for _, off in found), distance)
+
+
+def _nearer(case: Case, tensor: TensorCase, serving: torch.Tensor, rest: torch.Tensor, distance: float) -> bool:
+    """Whether another boundary is nearer to the other channels: where noise may be as long as a layer's step, being
+    within the limit of one boundary alone does not make a tensor that boundary."""
+    best = tensor.match.best
+    if best is None or best == tensor.expected:
+        return False
+    other = case.training_rows(best)
+    return other.shape == serving.shape and median(rel_l2(serving[:, rest], other[:, rest])) < distance
