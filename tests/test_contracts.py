@@ -433,7 +433,7 @@ def test_the_tables_of_check_agree_with_the_wheel(version: str) -> None:
     assert late == (number >= engine.EARLY_CAPTURE[0].until)
 
 
-LAYERS = {
+DECODERS = {
     "llama": "LlamaDecoderLayer",
     "qwen3": "Qwen3DecoderLayer",
     "deepseek_v2": "DeepseekV2DecoderLayer",
@@ -458,18 +458,18 @@ def make_of(source: Source, module: str, layer: str) -> str | None:
     return "pair" if {"hidden_states", "residual"} <= (source.names(f"{module}:{layer}.forward") or set()) else None
 
 
-@pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.parametrize("model", DECODERS)
 @every_version
 def test_layers_are_of_a_make_whose_boundaries_can_be_read(model: str, version: str) -> None:
     module, source = f"sglang.srt.models.{model}", source_of(version)
-    made = make_of(source, module, LAYERS[model])
+    made = make_of(source, module, DECODERS[model])
     since_0_5_21 = "pair" if (model, version) == ("llama", "0.5.21") else "stage"
     older = "pair" if model == "llama" else "communicator"
     assert made == (since_0_5_21 if parse_version(version) >= (0, 5, 21) else older)
 
 
 def test_a_layer_of_another_make_would_be_seen() -> None:
-    module, layer = "sglang.srt.models.deepseek_v2", LAYERS["deepseek_v2"]
+    module, layer = "sglang.srt.models.deepseek_v2", DECODERS["deepseek_v2"]
     renamed = source_of(NEWEST).altered(module, lambda text: text.replace("attn_boundary", "entry_boundary"))
     assert make_of(renamed, module, layer) is None
     moved = source_of("0.5.13").altered(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -194,11 +195,15 @@ class TestLimits:
 
     def test_submit_does_not_wait_for_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own = writer(tmp_path)
-        monkeypatch.setattr(own, "_store", lambda _: time.sleep(0.3))
-        begin = time.perf_counter()
-        for number in range(5):
-            own.submit(header(number), hidden())
-        assert time.perf_counter() - begin < 0.2
+        disk = threading.Event()
+        monkeypatch.setattr(own, "_store", lambda _: disk.wait(60))
+        try:
+            for number in range(5):
+                own.submit(header(number), hidden())
+            assert not own.flush(0.05)  # nothing is stored yet, and we are here
+        finally:
+            disk.set()
+        assert own.flush()
 
 
 class TestHellos:
