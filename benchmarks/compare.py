@@ -1,6 +1,6 @@
 """How fast and how small compare is: against SGLang's own comparator, a plain cosine loop, and reading the bytes.
 
-    python benchmarks/compare.py [--repeat 5] [--rows 512] [--grow 10]
+    python benchmarks/compare.py [--repeat 5] [--rows 512] [--grow 10] [--device cuda]
 
 Makes a serving dump of 8 ranks x 12 tensors x [512, 7168] bf16 (replicated, 3 slots and 9 boundaries) and its training
 dump in a temporary directory, and the same tensors as files of SGLang's dumper. Then, in turns and each time in a fresh
@@ -12,8 +12,9 @@ process, with 2 threads and a warm page cache:
     core         eagle-parity's measuring alone: rank equality, distances to every boundary, all metrics of each tensor
     read         both dumps' bytes into one buffer a thread
 
-Times leave imports out and are medians; the memory is ru_maxrss. `--grow N` repeats compare on a dump with N times the
-rows, whose ranks are links to one file: the memory must not grow.
+Times leave imports out; `cpu` is the least user and system time of a run. The memory is ru_maxrss. `--grow N` repeats
+compare on a dump with N times the rows, whose ranks are links to one file: the memory must not grow. `--device cuda` is
+benchmarks/device.py.
 """
 
 from __future__ import annotations
@@ -181,20 +182,31 @@ def core(where: Path) -> Callable[[], object]:
     import numpy as np
 
     from eagle_parity.alignment import matching
-    from eagle_parity.alignment.ranks import study_ranks
+    from eagle_parity.alignment.channels import channels_of_all, massive_channels
+    from eagle_parity.alignment.ranks import study_all_ranks
     from eagle_parity.dump import open_dump
+    from eagle_parity.metrics.threads import one_thread
 
+    @one_thread()
     def timed() -> None:
         training, serving = open_dump(where / "training"), open_dump(where / "serving")
         rows = np.arange(len(serving.tokens.token_ids))
-        studies = {name: study_ranks(serving, name, rows, WIDTH) for name, _ in names()}
+        studies = study_all_ranks(serving, [name for name, _ in names()], rows, WIDTH)
         assert all(found.equal for found in studies.values())
         views = matching.training_views(training)
         whole = {name: found.whole for name, found in studies.items() if found.whole is not None}
-        matches = matching.match(whole, views, rows, rows)
+        probe = rows[matching.sample(len(rows), matching.SAMPLE_ROWS)]
+        channels = channels_of_all(views, probe)
+        ours = channels_of_all(whole, probe)
+        references = matching.References(dict(names()), ours, channels)
+        massive = massive_channels(channels.values(), WIDTH)
+        assert massive.tolist() == list(MASSIVE)
+        matches = matching.match(whole, views, rows, rows, references=references, left_out=massive, hidden=WIDTH)
         assert [matches[name].best for name, _ in names()] == [k for _, k in names()]
-        for name, k in names():
-            assert np.median(matching.compare(whole[name], views[k], rows, rows).cosine) > 0.99
+        for name, _ in names():
+            compared = matches[name].comparison
+            assert compared is not None
+            assert np.median(compared.cosine) > 0.99
 
     return timed
 
@@ -236,21 +248,25 @@ def size(where: Path) -> int:
 
 def child(kind: str, where: Path) -> None:
     """One measurement, printed as JSON."""
+    import gc
     import resource
 
     import torch
 
     torch.set_num_threads(THREADS)
     timed = prepare(kind, where)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.perf_counter()
+    gc.collect()
+    gc.freeze()  # what the imports left is part of them: a collection that meets it takes as long as all the sums
+    before = resource.getrusage(resource.RUSAGE_SELF)
     stdout = os.dup(1)
     os.dup2(2, 1)
+    begin = time.perf_counter()
     timed()
     seconds = time.perf_counter() - begin
     os.dup2(stdout, 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "peak": peak / 1024, "before": before / 1024}))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": after.ru_maxrss / 1024}))
 
 
 def measure(kind: str, where: Path) -> dict[str, float] | None:
@@ -284,15 +300,23 @@ def build(where: Path, rows: int, *, linked: bool) -> Path:
 
 
 def table(found: dict[str, list[dict[str, float]]], nbytes: int) -> None:
-    """One line a contender; the last columns are how many times faster compare and core are."""
-    medians = {kind: statistics.median(run["seconds"] for run in runs) for kind, runs in found.items()}
-    print(f"\n{'':12} {'median s':>9} {'min s':>7} {'GB/s':>6} {'peak MiB':>9} {'/ compare':>10} {'/ core':>7}")
+    """One line a contender; the last columns are how many times the seconds of compare and core it takes.
+
+    By the medians, and in brackets by the shortest processor times: these hardly depend on what else runs.
+    """
+    seconds = {kind: statistics.median(run["seconds"] for run in runs) for kind, runs in found.items()}
+    cpu = {kind: min(run["cpu"] for run in runs) for kind, runs in found.items()}
+    print(f"\n{'':12} {'median s':>9} {'min s':>7} {'cpu s':>7} {'GB/s':>6} {'peak MiB':>9}", end="")
+    print(f" {'/ compare':>14} {'/ core':>14}")
     for kind, runs in found.items():
-        ratios = [f"{medians[kind] / medians[base]:.1f}" if base in medians else "" for base in ("compare", "core")]
+        ratios = [
+            f"{seconds[kind] / seconds[base]:.1f} ({cpu[kind] / cpu[base]:.1f})" if base in seconds else ""
+            for base in ("compare", "core")
+        ]
         print(
-            f"{kind:12} {medians[kind]:9.3f} {min(run['seconds'] for run in runs):7.3f} "
-            f"{nbytes / medians[kind] / 1e9:6.1f} {max(run['peak'] for run in runs):9.0f} "
-            f"{ratios[0]:>10} {ratios[1]:>7}"
+            f"{kind:12} {seconds[kind]:9.3f} {min(run['seconds'] for run in runs):7.3f} {cpu[kind]:7.3f} "
+            f"{nbytes / seconds[kind] / 1e9:6.1f} {max(run['peak'] for run in runs):9.0f} "
+            f"{ratios[0]:>14} {ratios[1]:>14}"
         )
 
 
@@ -302,7 +326,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--grow", type=int, default=10, help="how many times the rows; 0: leave it out")
     parser.add_argument("--only", nargs="*", help="contenders to run")
+    parser.add_argument("--device", help="cuda: the core metrics on tensors that lie there, and nothing else")
     arguments = parser.parse_args()
+    if arguments.device:
+        options = ["--device", arguments.device, "--repeat", str(arguments.repeat)]
+        sys.exit(subprocess.run([sys.executable, Path(__file__).with_name("device.py"), *options]).returncode)
     kinds = arguments.only or ["comparator", "plain loop", "compare", "core", "read"]
     with tempfile.TemporaryDirectory(prefix="eagle-parity-benchmark-") as folder:
         base = Path(folder)

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,6 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Filler: TypeAlias = Callable[[int, memoryview], None]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -71,21 +72,43 @@ class TensorFile:
 
     def read_into(self, name: str, begin: int, buffer: torch.Tensor) -> None:
         """Fill a contiguous buffer of the tensor's dtype with the rows from `begin` on."""
-        entry = self.entries[name]
-        if buffer.numel() == 0:
-            return
-        view = buffer.view(-1).view(torch.uint8).numpy().data
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(entry.offset + begin * entry.row_bytes)
-            done = 0
-            while done < len(view):
-                got = file.readinto(view[done:])
+        if buffer.numel():
+            self.filler(name)(begin, buffer.view(-1).view(torch.uint8).numpy().data)
+
+    def filler(self, name: str) -> Filler:
+        """What fills bytes with the tensor's rows from a number on. Any number of threads may call it."""
+        entry, handle = self.entries[name], self._opened()
+        offset, size = entry.offset, entry.row_bytes
+
+        def fill(begin: int, into: memoryview) -> None:
+            done, wanted = os.preadv(handle.number, [into], offset + begin * size), len(into)
+            while done < wanted:
+                got = os.preadv(handle.number, [into[done:]], offset + begin * size + done)
                 if not got:
                     raise InputError(
                         f"{self.path}: tensor {name} ends early (the file changed while it was read)",
                         fix="capture again, and do not write into a dump",
                     )
                 done += got
+
+        return fill
+
+    def _opened(self) -> _Handle:
+        held: _Handle | None = self.__dict__.get("_handle")
+        if held is None:  # two threads may come here at once: both must get the one that stays
+            held = self.__dict__.setdefault("_handle", _Handle(self.path))
+        return held
+
+
+class _Handle:
+    """A file open for reading for as long as somebody holds this: opening it takes longer than reading a row."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):  # it is not open where opening it failed
+            os.close(self.number)
 
 
 def open_tensorfile(path: Path) -> TensorFile:

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one index of the first dimension."""
         return math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from eagle_parity.alignment.views import View
+from eagle_parity.alignment.views import View, blocks
 from eagle_parity.metrics.channels import ChannelSums, channel_sums
-from eagle_parity.records import Boundary, IntArray
+from eagle_parity.metrics.distances import widened
+from eagle_parity.metrics.threads import one_thread, spread
+from eagle_parity.records import IntArray
+
+K = TypeVar("K")
 
 
-def ordinary_channels(boundaries: Mapping[Boundary, View], rows: IntArray, hidden: int | None) -> torch.Tensor | None:
-    """Indexes of the channels that are massive in no boundary, judged on some training rows; None where all are.
+def channels_of(view: View, rows: IntArray) -> ChannelSums:
+    """What the channels of a tensor are like on some token rows."""
+    sums = ChannelSums(view.width)
+    for block in blocks(len(rows), view.width):
+        sums.add(channel_sums(widened(view.read(rows[block]))))
+    return sums
 
-    Only boundaries of `hidden` channels count. None too where so many are massive that the word means nothing.
+
+@one_thread()
+def channels_of_all(views: Mapping[K, View], rows: IntArray) -> dict[K, ChannelSums]:
+    """The same of several tensors."""
+    return dict(zip(views, spread(lambda view: channels_of(view, rows), views.values()), strict=True))
+
+
+def massive_channels(boundaries: Iterable[ChannelSums], hidden: int | None) -> torch.Tensor:
+    """Indexes of the channels that are massive in any boundary of `hidden` channels, ascending.
+
+    None where so many are that the word means nothing.
     """
-    massive: set[int] = set()
-    for view in boundaries.values():
-        if view.width == hidden and len(rows):
-            sums = ChannelSums(view.width)
-            sums.add(channel_sums(view.read(rows).float()))
-            massive |= set(sums.massive().tolist())
-    if hidden is None or not massive or len(massive) > hidden // 4:
-        return None
-    return torch.tensor([channel for channel in range(hidden) if channel not in massive])
+    massive = {channel for sums in boundaries if sums.width == hidden for channel in sums.massive().tolist()}
+    if hidden is None or len(massive) > hidden // 4:
+        massive = set()
+    return torch.tensor(sorted(massive), dtype=torch.int64)
+
+
+def ordinary_channels(massive: torch.Tensor, hidden: int | None) -> torch.Tensor | None:
+    """Indexes of the other channels; None where all are ordinary."""
+    return None if hidden is None or len(massive) == 0 else complement(massive, hidden)
+
+
+def complement(channels: torch.Tensor | None, hidden: int | None) -> torch.Tensor:
+    """Indexes of the channels that are not among these, ascending; none where these are all, said by None."""
+    left = torch.ones(0 if channels is None or hidden is None else hidden, dtype=torch.bool)
+    if channels is not None and hidden is not None:
+        left[channels] = False
+    return left.nonzero().flatten()
 
 
 @dataclass(frozen=True)

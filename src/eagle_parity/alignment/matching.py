@@ -1,36 +1,49 @@
-"""Which training boundary does a serving tensor hold, row by row."""
+"""Which training boundary does a serving tensor hold, row by row, and how far is it from it by every metric."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eagle_parity.alignment.channels import channels_of
+from eagle_parity.alignment.measuring import Measured, Side, measure
 from eagle_parity.alignment.views import RankView, View, blocks, rank_view
-from eagle_parity.metrics.channels import ChannelSums, channel_sums
-from eagle_parity.metrics.distances import (
-    FloatArray,
-    RowSums,
-    angle,
-    numpy64,
-    products,
-    row_sums,
-    safely,
-    squares,
-    widened,
-)
+from eagle_parity.metrics.channels import ChannelSums
+from eagle_parity.metrics.distances import FloatArray, RowSums, angle, numpy64, row_sums
 from eagle_parity.metrics.distribution import median, sign_test
-from eagle_parity.metrics.pairs import padded, pair_rel_l2
+from eagle_parity.metrics.paired import pairing
 from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, boundary_name
 
-PAIRS_BYTES = 16 * 2**20  # of float32 rows of all tensors together: few enough for a cache, enough to read in one go
+PAIRS_BYTES = 8 * 2**20  # of float32 rows of all tensors together: what a core's caches hold
 RUN_ROWS = 8
+SAMPLE_ROWS = 128  # rows that tell what a channel is like
 LUCK = 0.01  # p-value above which best and runner-up cannot be told apart
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A serving tensor against one boundary, per aligned row: float64 [N] each."""
+
+    cosine: FloatArray
+    rel_l2: FloatArray
+    norm_ratio: FloatArray
+    cosine_no_massive: FloatArray
+    cosine_centred: FloatArray
+
+
+@dataclass(frozen=True)
+class References:
+    """The boundary that each tensor is compared with, and what the channels of all of them are like."""
+
+    boundaries: Mapping[str, Boundary]
+    ours: Mapping[str, ChannelSums]
+    theirs: Mapping[Boundary, ChannelSums]
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Match:
 
     rel_l2: Mapping[Boundary, FloatArray]
     norms: Mapping[Boundary, FloatArray] = field(default_factory=dict)
+    comparison: Comparison | None = None
+    """All metrics against the boundary that was asked for."""
 
     def where(self, rows: NDArray[np.bool_]) -> Match:
         """The match of some rows."""
@@ -135,41 +150,59 @@ def match(
     serving_rows: IntArray,
     training_rows: IntArray,
     step: Callable[[int], None] | None = None,
+    *,
+    references: References | None = None,
+    left_out: torch.Tensor | None = None,
+    hidden: int | None = None,
 ) -> dict[str, Match]:
     """Distances of each serving tensor to each boundary of its own width, in one pass over the aligned rows.
 
-    `step` is called with the number of rows done, for a progress bar.
+    `references`: what to measure with all metrics besides. `left_out`: channels of `hidden`-wide tensors that distances
+    leave out. `step` is called with the number of rows done, for a progress bar.
     """
     found: dict[str, Match] = {}
+    asked = References({}, {}, {}) if references is None else references
     for width in sorted({view.width for view in serving.values()}):
-        ours = {name: view for name, view in serving.items() if view.width == width}
-        theirs = {boundary: view for boundary, view in boundaries.items() if view.width == width}
-        sides = [(view, serving_rows) for view in ours.values()] + [(view, training_rows) for view in theirs.values()]
-        distances = np.empty((len(ours), len(theirs), len(serving_rows)))
-        norms = np.empty((len(theirs), len(serving_rows)))
-        for block, states in _side_by_side(sides, width) if theirs else ():
-            distances[..., block], norms[:, block] = pair_rel_l2(states[: len(ours)], states[len(ours) :])
-            if step is not None:
-                step(block.stop - block.start)
-        by_boundary = dict(zip(theirs, norms, strict=True)) if len(serving_rows) else {}
-        for name, values in zip(ours, distances, strict=True):
-            found[name] = Match(dict(zip(by_boundary, values, strict=False)), by_boundary)
+        names = [name for name, view in serving.items() if view.width == width]
+        stored = [boundary for boundary, view in boundaries.items() if view.width == width]
+        if not stored or len(serving_rows) == 0:
+            found.update(dict.fromkeys(names, Match({})))
+            continue
+        # The tensors that are compared come first, and their boundaries in the same order: pairs lie side by side.
+        paired = [name for name in names if asked.boundaries.get(name) in stored]
+        wanted = [asked.boundaries[name] for name in paired]
+        ours = [*paired, *(name for name in names if name not in paired)]
+        theirs = [*wanted, *(boundary for boundary in stored if boundary not in wanted)]
+        means = [*(asked.ours[name].mean() for name in paired), *(asked.theirs[k].mean() for k in wanted)]
+        measured = measure(
+            Side([serving[name] for name in ours], serving_rows),
+            Side([boundaries[boundary] for boundary in theirs], training_rows),
+            partial(
+                pairing,
+                torch.stack(means).view(2, -1, width) if means else torch.zeros(2, 0, width),
+                [asked.theirs[boundary].massive() for boundary in wanted],
+                left_out if left_out is not None and width == hidden else torch.zeros(0, dtype=torch.int64),
+            ),
+            PAIRS_BYTES,
+            step,
+        )
+        norms = {boundary: measured.norms[theirs.index(boundary)] for boundary in stored}
+        for i, name in enumerate(ours):
+            distances = {boundary: measured.rel_l2[i, theirs.index(boundary)] for boundary in stored}
+            found[name] = Match(distances, norms, _comparison(measured, i) if i < len(paired) else None)
     return found
 
 
-def _side_by_side(sides: list[tuple[View, IntArray]], width: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of rows of all tensors of a width: [tensors, rows of the block, padded width]."""
-    slices = list(blocks(len(sides[0][1]), padded(width) * len(sides), PAIRS_BYTES))
-    if not slices:
-        return
-    wide = torch.float64 if any(view.read(rows[:1]).dtype == torch.float64 for view, rows in sides) else torch.float32
-    # One buffer for all blocks: fresh memory would cost as much as the sums.
-    buffer = torch.zeros(len(sides), slices[0].stop, padded(width), dtype=wide)
-    for block in slices:
-        part = buffer[:, : block.stop - block.start]
-        for place, (view, rows) in zip(part, sides, strict=True):
-            place[:, :width] = view.read(rows[block])
-        yield block, part.contiguous()
+def _comparison(measured: Measured, pair: int) -> Comparison:
+    plain, centred, no_massive = torch.from_numpy(measured.sums[:, :, pair])
+    sums = RowSums(serving_sq=plain[0], training_sq=plain[1], dot=plain[2], difference_sq=plain[3])
+    return Comparison(
+        cosine=numpy64(sums.cosine()),
+        rel_l2=numpy64(sums.rel_l2()),
+        norm_ratio=numpy64(sums.norm_ratio()),
+        cosine_no_massive=numpy64(angle(no_massive[2], no_massive[0], no_massive[1])),
+        cosine_centred=numpy64(angle(centred[2], centred[0], centred[1])),
+    )
 
 
 @one_thread()
@@ -185,52 +218,22 @@ def sums(
     return found
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A serving tensor against one boundary, per aligned row: float64 [N] each."""
-
-    cosine: FloatArray
-    rel_l2: FloatArray
-    norm_ratio: FloatArray
-    cosine_no_massive: FloatArray
-    cosine_centred: FloatArray
-
-
 @one_thread()
 def compare(serving: View, training: View, serving_rows: IntArray, training_rows: IntArray) -> Comparison:
-    """All per-token metrics of one pair, in two passes (the first finds means and massive channels)."""
-    slices = list(blocks(len(serving_rows), training.width))
-
-    def read(block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return widened(serving.read(serving_rows[block])), widened(training.read(training_rows[block]))
-
-    ours, theirs = ChannelSums(serving.width), ChannelSums(training.width)
-    for block in slices:
-        s, t = read(block)
-        ours.add(channel_sums(s))
-        theirs.add(channel_sums(t))
-    our_mean, their_mean, massive = ours.mean(), theirs.mean(), theirs.massive()
-
-    def measure(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        sums = [squares(s), squares(t), products(s, t), squares(s - t)]
-        a, b = s - our_mean, t - their_mean
-        sums += [squares(a), squares(b), products(a, b)]
-        if len(massive):
-            a, b = s.index_fill(1, massive, 0.0), t.index_fill(1, massive, 0.0)
-            sums += [squares(a), squares(b), products(a, b)]
-        return torch.stack(sums)
-
-    sums = torch.empty(10 if len(massive) else 7, len(serving_rows), dtype=torch.float64)
-    for block in slices:  # small results kept between large blocks would keep the allocator from using these again
-        sums[:, block] = safely(measure, *read(block))
-    plain = RowSums(serving_sq=sums[0], training_sq=sums[1], dot=sums[2], difference_sq=sums[3])
-    return Comparison(
-        cosine=numpy64(plain.cosine()),
-        rel_l2=numpy64(plain.rel_l2()),
-        norm_ratio=numpy64(plain.norm_ratio()),
-        cosine_no_massive=numpy64(angle(sums[9], sums[7], sums[8]) if len(massive) else plain.cosine()),
-        cosine_centred=numpy64(angle(sums[6], sums[4], sums[5])),
+    """All per-token metrics of one pair. What its channels are like is learnt from a sample of the rows."""
+    index = sample(len(serving_rows), SAMPLE_ROWS)
+    ours, theirs = channels_of(serving, serving_rows[index]), channels_of(training, training_rows[index])
+    found = match(
+        {"": serving},
+        {0: training},
+        serving_rows,
+        training_rows,
+        references=References({"": 0}, {"": ours}, {0: theirs}),
+        left_out=theirs.massive(),
+        hidden=training.width,
     )
+    nothing = np.empty(0)
+    return found[""].comparison or Comparison(nothing, nothing, nothing, nothing, nothing)
 
 
 def sample(count: int, limit: int) -> IntArray:
@@ -241,7 +244,7 @@ def sample(count: int, limit: int) -> IntArray:
     if count <= limit:
         return np.arange(count, dtype=np.int64)
     begins = np.linspace(0, count - RUN_ROWS, limit // RUN_ROWS).astype(np.int64)
-    return np.unique((begins[:, None] + np.arange(RUN_ROWS, dtype=np.int64)).ravel())
+    return (begins[:, None] + np.arange(RUN_ROWS, dtype=np.int64)).ravel()  # of more rows: no two overlap
 
 
 def medians_of(columns: Sequence[FloatArray]) -> tuple[float, ...]:

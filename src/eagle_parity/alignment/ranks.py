@@ -6,17 +6,21 @@ Whether ranks that differ are a partial sum needs the training side; see `partia
 from __future__ import annotations
 
 import math
+import threading
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from eagle_parity.alignment.views import Concatenated, Gathered, RankView, View, blocks, rank_view
+from eagle_parity.alignment.views import Concatenated, Gathered, RankView, View, blocks, rank_view, spans
 from eagle_parity.metrics.distances import FloatArray, rel_l2, widened
-from eagle_parity.metrics.threads import one_thread
+from eagle_parity.metrics.threads import one_thread, spread
 from eagle_parity.records import Capture, IntArray
+
+BLOCK_BYTES = 2**19  # of one rank: two of them are about a core's second cache
 
 # Half a unit in the last place, relative: 2^-(significand bits).
 ROUNDOFF = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53, "F8_E4M3": 2.0**-4, "F8_E5M2": 2.0**-3}
@@ -96,13 +100,36 @@ class RankStudy:
         return sorted(groups, key=len, reverse=True)
 
 
-@one_thread()
 def study_ranks(capture: Capture, name: str, rows: IntArray, hidden_size: int | None) -> RankStudy:
     """Study a tensor on the given token rows (ascending). `hidden_size` is the config's."""
-    present = [rank for rank in capture.ranks if name in capture.names(rank)]
-    missing = tuple(rank for rank in capture.ranks if rank not in present)
-    views = tuple(rank_view(capture, rank, name) for rank in present)
-    shape = _shape(views, rows, hidden_size, _tp_size(capture))
+    return study_all_ranks(capture, [name], rows, hidden_size)[name]
+
+
+@one_thread()
+def study_all_ranks(
+    capture: Capture,
+    names: Sequence[str],
+    rows: IntArray,
+    hidden_size: int | None,
+    step: Callable[[float], None] | None = None,
+) -> dict[str, RankStudy]:
+    """Study several tensors. `step` is called with shares of the work done, which add up to 1."""
+    tensors = {}
+    for name in names:
+        views = tuple(rank_view(capture, rank, name) for rank in capture.ranks if name in capture.names(rank))
+        tensors[name] = _Tensor(views, _shape(views, rows, hidden_size, _tp_size(capture)), rows)
+    scratch = _Scratch()
+    parts = [(tensor, block) for tensor in tensors.values() for block in tensor.blocks]
+    for _ in spread(lambda part: part[0].look(part[1], scratch), parts):
+        if step is not None:
+            step(1 / len(parts))
+    return {name: _study(capture, name, tensor, hidden_size) for name, tensor in tensors.items()}
+
+
+def _study(capture: Capture, name: str, tensor: _Tensor, hidden_size: int | None) -> RankStudy:
+    views, shape = tensor.views, tensor.shape
+    missing = tuple(rank for rank in capture.ranks if rank not in {view.rank for view in views})
+    bad = tuple(NonFinite(view.rank, *place) for i, view in enumerate(views) if (place := tensor.bad(i)) is not None)
     if shape != "differ":
         whole: View | None = None
         if shape == "token-shard":
@@ -111,15 +138,14 @@ def study_ranks(capture: Capture, name: str, rows: IntArray, hidden_size: int | 
             whole = Concatenated(views)
         elif shape == "one-rank":
             whole = views[0]
-        found = [bad for view in views if (bad := _first_bad(view, rows[view.holds(rows)])) is not None]
-        return RankStudy(name, views, missing, shape, (), whole, tuple(found))
-    spreads, non_finite = _spreads(views, rows)
+        return RankStudy(name, views, missing, shape, (), whole, bad)
+    spreads = tensor.spreads()
     if all(spread.equal for spread in spreads):
-        return RankStudy(name, views, missing, "equal", spreads, views[0], non_finite)
-    rounding = 2 * ROUNDOFF.get(capture.spec(present[0], name).dtype, 0.0)
+        return RankStudy(name, views, missing, "equal", spreads, views[0], bad)
+    rounding = 2 * ROUNDOFF.get(capture.spec(views[0].rank, name).dtype, 0.0)
     if all(spread.rounding <= rounding for spread in spreads):
-        return RankStudy(name, views, missing, "rounding", spreads, views[0], non_finite)
-    return RankStudy(name, views, missing, "differ", spreads, None, non_finite)
+        return RankStudy(name, views, missing, "rounding", spreads, views[0], bad)
+    return RankStudy(name, views, missing, "differ", spreads, None, bad)
 
 
 def _shape(views: tuple[RankView, ...], rows: IntArray, hidden_size: int | None, tp_size: int) -> Shape:
@@ -138,36 +164,82 @@ def _shape(views: tuple[RankView, ...], rows: IntArray, hidden_size: int | None,
     return "one-rank" if len(views) == 1 else "differ"
 
 
-def _spreads(views: tuple[RankView, ...], rows: IntArray) -> tuple[tuple[RankSpread, ...], tuple[NonFinite, ...]]:
-    """Each rank against the first, block by block: copies are compared as bytes, only what differs is computed."""
+class _Scratch(threading.local):
+    """A thread's memory for two blocks of bytes."""
 
-    distances = np.zeros((len(views), len(rows)))
-    roundings = [0.0] * len(views)
-    digests: list[list[int]] = [[] for _ in views]
-    bad: dict[int, NonFinite] = {}
-    for block in blocks(len(rows), views[0].width):
-        first = views[0].read(rows[block])
-        odd = _bad_value(first, rows[block])
-        for i, view in enumerate(views):
-            other = first if i == 0 else view.read(rows[block])
-            copy = i == 0 or _same_bits(first, other)
-            digest = 0
-            if not copy:
-                distances[i, block], rounded, digest = _differing(first, other)
-                roundings[i] = max(roundings[i], rounded)
-            digests[i].append(digest)
-            place = odd if copy else _bad_value(other, rows[block])
-            if place is not None:
-                bad.setdefault(view.rank, NonFinite(view.rank, *place))
-    spreads = tuple(
-        RankSpread(view.rank, distances[i], roundings[i], hash(tuple(digests[i]))) for i, view in enumerate(views)
-    )
-    return spreads[1:], tuple(bad.values())
+    def __init__(self) -> None:
+        self._pairs: dict[int, tuple[bytearray, bytearray]] = {}
+
+    def pair(self, size: int) -> tuple[bytearray, bytearray]:
+        """Two blocks of a size: all blocks of a tensor but its last are of one."""
+        if size not in self._pairs:
+            self._pairs = {size: (bytearray(size), bytearray(size))}
+        return self._pairs[size]
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = torch.int64 if a.nbytes % 8 == 0 else torch.uint8
-    return np.array_equal(a.view(-1).view(kind).numpy(), b.view(-1).view(kind).numpy())
+class _Tensor:
+    """One tensor over its ranks, looked at block by block. Blocks may be looked at in any order, by several threads."""
+
+    def __init__(self, views: tuple[RankView, ...], shape: Shape, rows: IntArray) -> None:
+        self.views, self.shape, self._rows = views, shape, rows
+        width = max((view.width * view.dtype.itemsize for view in views), default=0)
+        self.blocks = [(block.start, block.stop) for block in blocks(len(rows), width, 4 * BLOCK_BYTES)]
+        self._distances = np.zeros((len(views), len(rows)))
+        self._roundings: dict[tuple[int, int], float] = {}
+        self._digests: dict[tuple[int, int], int] = {}
+        self._bad: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def look(self, block: tuple[int, int], scratch: _Scratch) -> None:
+        """Find what is not finite and, where ranks are to be compared, which of them differ and how far.
+
+        Copies are compared as bytes; only what differs is computed.
+        """
+        begin, rows = block[0], self._rows[slice(*block)]
+        first: torch.Tensor | None = None
+        common = spans(rows)
+        for i, view in enumerate(self.views):
+            held = rows if self.shape == "differ" else rows[view.holds(rows)]
+            ours, theirs = scratch.pair(len(held) * view.width * view.dtype.itemsize)
+            into = theirs if first is not None else ours
+            view.fill(common if view.index is None else view.spans(held), memoryview(into))
+            if first is not None and ours == theirs:
+                if (begin, 0) in self._bad:
+                    self._bad[begin, i] = self._bad[begin, 0]
+                continue
+            values = _values(into, view)
+            bad = _bad_value(values, held)
+            if bad is not None:
+                self._bad[begin, i] = bad
+            if first is not None:
+                distance, rounding, digest = _differing(first, values)
+                self._distances[i, slice(*block)] = distance
+                self._roundings[begin, i], self._digests[begin, i] = rounding, digest
+            elif self.shape == "differ":
+                first = values
+
+    def bad(self, i: int) -> tuple[int, int] | None:
+        """Token row and channel of the first value of a rank that is no number."""
+        return next((self._bad[begin, i] for begin, _ in self.blocks if (begin, i) in self._bad), None)
+
+    def spreads(self) -> tuple[RankSpread, ...]:
+        """The ranks after the first against it."""
+        return tuple(
+            RankSpread(
+                view.rank,
+                self._distances[i],
+                max((self._roundings.get((begin, i), 0.0) for begin, _ in self.blocks), default=0.0),
+                hash(tuple(self._digests.get((begin, i), 0) for begin, _ in self.blocks)),
+            )
+            for i, view in enumerate(self.views)
+            if i
+        )
+
+
+def _values(data: bytearray, view: RankView) -> torch.Tensor:
+    """Bytes as rows, [rows, W]; they change with the bytes."""
+    if not data:
+        return torch.empty((0, view.width), dtype=view.dtype)
+    return torch.frombuffer(data, dtype=view.dtype).view(-1, view.width)
 
 
 def _differing(first: torch.Tensor, other: torch.Tensor) -> tuple[FloatArray, float, int]:
@@ -179,14 +251,6 @@ def _differing(first: torch.Tensor, other: torch.Tensor) -> tuple[FloatArray, fl
     rounded = float(((b - a) / size).square().mean(-1).sqrt().max())
     digest = zlib.crc32(other.contiguous().view(torch.uint8).numpy().data)
     return distance, rounded if math.isfinite(rounded) else math.inf, digest
-
-
-def _first_bad(view: RankView, rows: IntArray) -> NonFinite | None:
-    for block in blocks(len(rows), view.width):
-        place = _bad_value(view.read(rows[block]), rows[block])
-        if place is not None:
-            return NonFinite(view.rank, *place)
-    return None
 
 
 def _bad_value(values: torch.Tensor, rows: IntArray) -> tuple[int, int] | None:

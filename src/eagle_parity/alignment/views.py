@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from eagle_parity.records import Capture, IntArray
-from eagle_parity.tensorfile import DTYPES
+from eagle_parity.tensorfile import DTYPES, Filler
 
 BLOCK_BYTES = 2**20  # of float32 rows: the blocks that belong to one sum fit in a core's cache
 
@@ -22,16 +23,14 @@ def blocks(count: int, width: int, size: int = BLOCK_BYTES) -> Iterator[slice]:
         yield slice(begin, min(begin + step, count))
 
 
-def gather(capture: Capture, rank: int, name: str, stored: IntArray) -> torch.Tensor:
-    """Stored rows of a tensor by index, [len(stored), W]; neighbouring indexes are read in one go."""
+def spans(stored: IntArray) -> list[tuple[int, int]]:
+    """Runs of neighbouring indexes, [begin, end) each: what is read in one go."""
     if len(stored) == 0:
-        spec = capture.spec(rank, name)
-        return torch.empty((0, spec.width), dtype=DTYPES[spec.dtype])
+        return []
     if len(stored) == stored[-1] - stored[0] + 1 and (np.diff(stored) == 1).all():
-        return capture.read(rank, name, int(stored[0]), int(stored[-1]) + 1)
+        return [(int(stored[0]), int(stored[-1]) + 1)]
     cuts = np.flatnonzero(np.diff(stored) != 1) + 1
-    runs = np.split(stored, cuts)
-    return torch.cat([capture.read(rank, name, int(run[0]), int(run[-1]) + 1) for run in runs])
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(stored, cuts)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,40 @@ class RankView:
 
     def read(self, rows: IntArray) -> torch.Tensor:
         """Token rows, [len(rows), W]. The rank must hold them (see `holds`)."""
-        return gather(self.capture, self.rank, self.name, rows if self.index is None else self.index[rows])
+        out = torch.empty((len(rows), self.width), dtype=self.dtype)
+        if out.numel():
+            self.fill(self.spans(rows), out.view(-1).view(torch.uint8).numpy().data)
+        return out
+
+    def fill(self, stored: Iterable[tuple[int, int]], into: memoryview) -> None:
+        """Fill bytes with spans of stored rows, one after the other."""
+        size, at = self.width * self.dtype.itemsize, 0
+        for begin, end in stored:
+            self._filler(begin, into[at : at + (end - begin) * size])
+            at += (end - begin) * size
+
+    @cached_property
+    def _filler(self) -> Filler:
+        """Straight from the file where the capture can (a dump can), else by way of a tensor."""
+        if hasattr(self.capture, "filler"):
+            filler: Filler = self.capture.filler(self.rank, self.name)
+            return filler
+
+        def fill(begin: int, into: memoryview) -> None:
+            size = self.width * self.dtype.itemsize
+            rows = self.capture.read(self.rank, self.name, begin, begin + (len(into) // size if size else 0))
+            into[:] = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+
+        return fill
+
+    def spans(self, rows: IntArray) -> list[tuple[int, int]]:
+        """Where token rows are stored; the rank must hold them."""
+        return spans(rows if self.index is None else self.index[rows])
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it is stored in."""
+        return DTYPES[self.capture.spec(self.rank, self.name).dtype]
 
     def holds(self, rows: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which of the token rows the rank holds."""
@@ -106,8 +138,7 @@ class Gathered:
     def read(self, rows: IntArray) -> torch.Tensor:
         """Token rows, each from a rank that holds it; zeros for rows that none holds."""
         first = self.views[0]
-        dtype = DTYPES[first.capture.spec(first.rank, first.name).dtype]
-        out = torch.zeros((len(rows), self.width), dtype=dtype)
+        out = torch.zeros((len(rows), self.width), dtype=first.dtype)
         missing = np.ones(len(rows), dtype=bool)
         for view in self.views:
             mine = missing & view.holds(rows)

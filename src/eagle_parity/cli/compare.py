@@ -66,7 +66,7 @@ def measure(
         with output.replaying() as step:
             found, doubt = try_replay(checkpoint, ours, target, step=step)
         proven = None if found is None or found.order is None else (found.order, found.source)
-    with output.measuring(len(theirs.tokens.token_ids)) as step:
+    with output.measuring() as step:
         case = study(
             ours,
             theirs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from eagle_parity.records import Report
 
 SCHEMA_VERSION = 1
+PATIENCE = 1.0  # seconds that need no progress bar
 
 
 def wants_json(args: Sequence[str]) -> bool:
@@ -53,12 +55,13 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def progress() -> Progress:
+def progress(*, percent: bool = False) -> Progress:
     """A progress bar on stderr with the elapsed and the remaining time; silent where stderr is no terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        TaskProgressColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
@@ -68,7 +71,7 @@ def progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn() if percent else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -77,11 +80,25 @@ def progress() -> Progress:
 
 
 @contextmanager
-def measuring(rows: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over token rows; yields the function to call with the number of rows done."""
-    with progress() as bar:
-        task = bar.add_task("comparing", total=rows)
-        yield lambda done: bar.advance(task, done)
+def measuring() -> Iterator[Callable[[float], None]]:
+    """A progress bar over a comparison, shown once that has taken a second.
+
+    Yields the function to call with shares of the work that are done, which add up to 1.
+    """
+    bar = progress(percent=True)
+    task = bar.add_task("comparing", total=1.0)
+    begin = time.monotonic()
+
+    def step(share: float) -> None:
+        bar.advance(task, share)
+        if not bar.live.is_started and time.monotonic() - begin >= PATIENCE:
+            bar.start()
+
+    try:
+        yield step
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def measure(
     if theirs is None:
         return point(declare_layers(ours, checkpoint, engine, found, doubt), checkpoint)
     known = trained_order(ours, found)
-    with output.measuring(len(theirs.tokens.token_ids)) as step:
+    with output.measuring() as step:
         references = sides.maps(how, theirs)
         case = study(ours, theirs, checkpoint.declared_ids, references=references, proven=known, step=step)
         return point(compare_layers(case, checkpoint, found, doubt), checkpoint)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 
 import torch
 
+from eagle_parity.alignment.channels import complement, take
 from eagle_parity.alignment.matching import Comparison, Match
 from eagle_parity.alignment.partial import PartialSum
 from eagle_parity.alignment.ranks import RankStudy
@@ -108,14 +111,71 @@ class Case:
         """Rows [n, W] without the massive channels."""
         if self.ordinary is None or rows.shape[1] != self.hidden_size:
             return rows
-        return rows[:, self.ordinary]
+        probed = self._recent.holder(rows)
+        if probed is None:
+            return take(rows, self.ordinary)
+        if probed.ordinary is None:
+            probed.ordinary = take(rows, self.ordinary)
+        return probed.ordinary
 
     def serving_rows(self, tensor: TensorCase) -> torch.Tensor:
-        """The probe rows of a serving tensor, float32 [rows, W]."""
-        assert tensor.view is not None
-        return tensor.view.read(self.alignment.serving[self.probe]).float()
+        """The probe rows of a serving tensor, float32 [rows, W]; not to be written to."""
+        view = tensor.view
+        assert view is not None
+        return self._recent.get(tensor.name, lambda: view.read(self.alignment.serving[self.probe]).float())
 
     def training_rows(self, boundary: Boundary, rows: IntArray | None = None) -> torch.Tensor:
-        """The probe rows (or the given training rows) of a boundary, float32 [rows, W]."""
-        index = self.alignment.training[self.probe] if rows is None else rows
-        return self.boundaries[boundary].read(index).float()
+        """The probe rows (or the given training rows) of a boundary, float32 [rows, W]; not to be written to."""
+        view = self.boundaries[boundary]
+        if rows is not None:
+            return view.read(rows).float()
+        return self._recent.get(boundary, lambda: view.read(self.alignment.training[self.probe]).float())
+
+    @cached_property
+    def massive(self) -> torch.Tensor:
+        """The other channels."""
+        return complement(self.ordinary, self.hidden_size)
+
+    @cached_property
+    def _recent(self) -> _Recent:
+        return _Recent()
+
+
+class _Probed:
+    """Probe rows, and the same without massive channels once somebody wanted them."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.ordinary: torch.Tensor | None = None
+
+
+class _Recent:
+    """The probe rows that rules asked for last: neighbouring tensors are measured against the same boundaries.
+
+    Few, so that memory stays flat however many boundaries there are.
+    """
+
+    KEPT = 6
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[object, _Probed] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: object, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The rows of a tensor, read anew where they are not among the last."""
+        with self._lock:
+            probed = self._held.get(key)
+            if probed is not None:
+                self._held.move_to_end(key)
+                return probed.rows
+        probed = _Probed(read())
+        with self._lock:
+            self._held[key] = probed
+            while len(self._held) > self.KEPT:
+                self._held.popitem(last=False)
+        return probed.rows
+
+    def holder(self, rows: torch.Tensor) -> _Probed | None:
+        """What holds these very rows."""
+        with self._lock:
+            return next((probed for probed in self._held.values() if probed.rows is rows), None)

@@ -10,21 +10,22 @@ import torch
 
 from eagle_parity.alignment import matching
 from eagle_parity.alignment.borrowed import Borrowed, borrow, views_of
-from eagle_parity.alignment.channels import ordinary_channels, select
-from eagle_parity.alignment.matching import Comparison, Match, sample
+from eagle_parity.alignment.channels import channels_of_all, massive_channels, ordinary_channels, select
+from eagle_parity.alignment.matching import Comparison, Match, References, sample
 from eagle_parity.alignment.partial import PartialSum, find_partial_sum
-from eagle_parity.alignment.ranks import RankStudy, study_ranks
+from eagle_parity.alignment.ranks import RankStudy, study_all_ranks
 from eagle_parity.alignment.tokens import TokenAlignment, align
 from eagle_parity.alignment.views import RankView, View, rank_view
 from eagle_parity.diagnosis import floor as estimates
 from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase
+from eagle_parity.diagnosis.controls import Rolled, controls, roll_rows
 from eagle_parity.diagnosis.expectation import Expectation, expect
 from eagle_parity.diagnosis.floor import Limit
-from eagle_parity.diagnosis.judgement import MIN_ROWS, judge, strata
+from eagle_parity.diagnosis.judgement import judge, strata
 from eagle_parity.errors import InputError, UsageError
-from eagle_parity.metrics.distances import numpy64, rel_l2
+from eagle_parity.metrics.distances import numpy64, rel_l2, row_sums
 from eagle_parity.metrics.distribution import median
-from eagle_parity.metrics.threads import one_thread
+from eagle_parity.metrics.threads import one_thread, spread
 from eagle_parity.records import (
     Boundary,
     Capture,
@@ -37,6 +38,7 @@ from eagle_parity.records import (
 )
 
 ALIKE = 0.5  # of the distance between two tokens' states, up to which two tensors may count as the same
+RANKS_SHARE = 0.6  # of the time that a comparison takes, for the progress bar
 FAR_NEARER = 0.3  # a sound rank's distance to its boundary, over the distance between ranks: at most this
 
 
@@ -49,14 +51,14 @@ def study(
     floors: tuple[Capture, ...] = (),
     references: tuple[Capture, ...] = (),
     proven: tuple[tuple[Boundary, ...], str] | None = None,
-    step: Callable[[int], None] | None = None,
+    step: Callable[[float], None] | None = None,
 ) -> Case:
     """Measure a serving capture against a training capture.
 
     `declared_ids` are the draft checkpoint's, `floors` serving captures known to be healthy, `references` captures that
     stand in for boundaries which the training side lacks, `proven` the order to expect before any declared one, and who
-    says so; `step` is called with the number of rows done. Raises InputError for dumps of different models or the wrong
-    way round, UsageError for a floor that shares no row.
+    says so; `step` is called with shares of the work done, which add up to 1. Raises InputError for dumps of different
+    models or the wrong way round, UsageError for a floor that shares no row.
     """
     check_sides(training, serving)
     check_model(training, serving)
@@ -72,9 +74,16 @@ def study(
     views = {**matching.training_views(training), **views_of(borrowed)}
     names = _tensor_names(training, serving)
     everything = np.arange(len(serving.tokens.token_ids), dtype=np.int64)
-    studies = {name: study_ranks(serving, name, everything, hidden) for name in names}
+
+    def report(share: float) -> None:
+        if step is not None:
+            step(share)
+
+    studies = study_all_ranks(serving, names, everything, hidden, lambda share: report(RANKS_SHARE * share))
     probe = sample(len(alignment.serving), PROBE_ROWS)
-    ordinary = ordinary_channels(views, alignment.training[probe], hidden)
+    channels = channels_of_all(views, alignment.training[probe])
+    massive = massive_channels(channels.values(), hidden)
+    ordinary = ordinary_channels(massive, hidden)
     rounding = {name: _roundoff(training, serving, name) for name in names}
     tops = _tops(views, alignment.training[probe], ordinary, hidden)
     limits = {
@@ -93,47 +102,56 @@ def study(
         for name in names
     }
     whole = {name: view for name, (view, _) in sound.items() if view is not None}
+    known = {name: b for name in whole if (b := expected[name]) is not None and b in views}
     matches = matching.match(
-        {name: select(view, ordinary, hidden) for name, view in whole.items()},
-        {boundary: select(view, ordinary, hidden) for boundary, view in views.items()},
+        whole,
+        views,
         alignment.serving,
         alignment.training,
-        step,
+        lambda rows: report((1 - RANKS_SHARE) * rows / len(alignment.serving)),
+        references=References(
+            known, channels_of_all({name: whole[name] for name in known}, alignment.serving[probe]), channels
+        ),
+        left_out=massive,
+        hidden=hidden,
     )
     seen = alignment.serving[probe]
     matches = {
         name: _fair(found, whole[name], expected[name], serving, borrowed, seen) for name, found in matches.items()
     }
-    tensors = []
-    for name in names:
+    rolled = roll_rows(serving, alignment)
+
+    def judged(name: str) -> TensorCase:
+        match = matches.get(name, Match({}))
         limit = _limit(
             training, serving, floors, name, expected[name], matches.get(name), rounding[name], layers, ordinary, hidden
         )
-        judged = expected[name] if expected[name] is not None else matches.get(name, Match({})).best
-        if judged in tops:
-            limit = replace(limit, limit=min(limit.limit, tops[judged]))
+        held = expected[name] if expected[name] is not None else match.best
+        if held in tops:
+            limit = replace(limit, limit=min(limit.limit, tops[held]))
         bounds = dict(limits[name])
         if floors:  # this server's noise is on whatever it feeds: another boundary is told by contrast, as always
             bounds = {b: min(max(bound, limit.limit), tops[b]) for b, bound in bounds.items()}
         if expected[name] in bounds:
             bounds[expected[name]] = limit.limit  # type: ignore[index]
-        tensors.append(
-            _tensor_case(
-                name,
-                borrowed,
-                studies[name],
-                parts[name],
-                sound[name],
-                matches.get(name, Match({})),
-                expected[name],
-                bounds,
-                limit,
-                views,
-                serving,
-                alignment,
-                ordinary,
-            )
+        return _tensor_case(
+            name,
+            borrowed,
+            studies[name],
+            parts[name],
+            sound[name],
+            match,
+            expected[name],
+            bounds,
+            limit,
+            views,
+            serving,
+            alignment,
+            ordinary,
+            rolled,
         )
+
+    tensors = spread(judged, names)
     return Case(
         training,
         serving,
@@ -173,6 +191,7 @@ def _fair(
     return Match(
         {b: values for b, values in found.rel_l2.items() if b not in own},
         {b: values for b, values in found.norms.items() if b not in own},
+        found.comparison,
     )
 
 
@@ -183,12 +202,17 @@ def _tops(
 
     Otherwise rows of other tokens would pass where tokens are alike (deep layers, a large common part).
     """
-    found = {}
-    for boundary, view in views.items():
+
+    def top(view: RankView) -> float:
         states = select(view, ordinary, hidden).read(rows)
-        apart = median(rel_l2(states.roll(len(states) // 2, dims=0), states)) if len(states) > 1 else 0.0
-        found[boundary] = ALIKE * apart if apart > 0 else np.inf
-    return found
+        half = len(states) // 2
+        sums = row_sums(states[:half], states[half : 2 * half])
+        squares = (numpy64(sq) for sq in (sums.serving_sq, sums.training_sq))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            apart = median(np.concatenate([np.sqrt(numpy64(sums.difference_sq) / sq) for sq in squares]))
+        return ALIKE * apart if apart > 0 else np.inf
+
+    return dict(zip(views, spread(top, views.values()), strict=True))
 
 
 def check_sides(training: Capture, serving: Capture) -> None:
@@ -400,6 +424,7 @@ def _tensor_case(
     serving: Capture,
     alignment: TokenAlignment,
     ordinary: torch.Tensor | None,
+    rolled: Rolled,
 ) -> TensorCase:
     view, odd = sound
     # What another capture says of a boundary can refute a slot, but the draft was trained on the training side's.
@@ -413,11 +438,11 @@ def _tensor_case(
     comparison = None
     rolled_rows = rolled_dims = None
     if reference is not None and view is not None:
-        comparison = matching.compare(view, views[reference], alignment.serving, alignment.training)
+        comparison = match.comparison or matching.compare(view, views[reference], alignment.serving, alignment.training)
         best = match.best if match.best is not None else reference
         # Where the server's tensor is broken the control runs on the training side alone: is the instrument sound?
         at_floor = judgement.best_median is not None and judgement.best_median <= limits[best]
-        rolled_rows, rolled_dims = _controls(view if at_floor else None, views[best], serving, alignment, ordinary)
+        rolled_rows, rolled_dims = controls(view if at_floor else None, views[best], alignment, ordinary, rolled)
     kind, _, number = name.partition(".")
     return TensorCase(
         name=name,
@@ -479,30 +504,3 @@ def _per_rank(
         values = matching.medians_of([numpy64(sums.cosine()), numpy64(sums.rel_l2()), numpy64(sums.norm_ratio())])
         found.append(RankMetrics(view.rank, *values))
     return tuple(found)
-
-
-def _controls(
-    view: View | None,
-    reference: RankView,
-    serving: Capture,
-    alignment: TokenAlignment,
-    ordinary: torch.Tensor | None,
-) -> tuple[float | None, float | None]:
-    """Median distances of data that must not match: each row against another token's, and channels rolled by one."""
-    index = sample(len(alignment.serving), PROBE_ROWS)
-    if len(index) < MIN_ROWS:
-        return None, None
-    rows, theirs = alignment.serving[index], alignment.training[index]
-    truth = select(reference, ordinary, reference.width).read(theirs)
-    ours = truth if view is None else select(view, ordinary, reference.width).read(rows)
-    dims = median(rel_l2(ours.roll(1, dims=-1), truth))
-    ids = serving.tokens.token_ids[rows]
-    # Roll by the amount that gives most rows a different token (repeated tokens have equal embeddings), and among these
-    # by the one nearest to half of the rows: neighbours have most of their context in common.
-    shifts = range(1, len(ids))
-    best = max(shifts, key=lambda shift: (int((np.roll(ids, shift) != ids).sum()), -abs(shift - len(ids) / 2)))
-    other = np.roll(np.arange(len(ids)), best)
-    differs = np.flatnonzero(ids[other] != ids)
-    if len(differs) < MIN_ROWS:
-        return None, dims
-    return median(rel_l2(ours[other[differs]], truth[differs])), dims

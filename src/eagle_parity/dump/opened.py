@@ -14,7 +14,7 @@ from eagle_parity.dump import manifest
 from eagle_parity.dump.writer import ROWS
 from eagle_parity.errors import InputError, NotADumpError
 from eagle_parity.records import FINAL_NORM, Facts, IntArray, Request, TensorSpec, Tokens
-from eagle_parity.tensorfile import TensorFile, open_tensorfile
+from eagle_parity.tensorfile import Filler, TensorFile, open_tensorfile
 
 _RANK_FILE = re.compile(r"rank-(\d{4,})(?:-(\d{5}))?\.safetensors")
 _TENSOR = re.compile(r"(boundary|slot|residual)\.(\d+)")
@@ -82,6 +82,22 @@ class Dump:
             if part.begin < end and begin < part.end
         ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    def filler(self, rank: int, name: str) -> Filler:
+        """What fills bytes with a tensor's stored rows from a number on, in its own dtype. Any thread may call it."""
+        parts = [(part.begin, part.end, part.file.filler(name)) for part in self._tensors[rank][name].parts]
+        if len(parts) == 1:
+            return parts[0][2]
+        size = self._tensors[rank][name].parts[0].file.entries[name].row_bytes
+
+        def fill(begin: int, into: memoryview) -> None:
+            end = begin + (len(into) // size if size else 0)
+            for start, stop, fill_part in parts:
+                first, last = max(begin, start), min(end, stop)
+                if first < last:
+                    fill_part(first - start, into[(first - begin) * size : (last - begin) * size])
+
+        return fill
 
 
 def open_dump(path: Path | str) -> Dump:

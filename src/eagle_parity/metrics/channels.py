@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 MASSIVE = 10.0  # a channel is massive when its reference RMS is over this many times the median channel's
@@ -44,6 +45,7 @@ class ChannelSums:
 
     def massive(self) -> torch.Tensor:
         """Indexes of the massive channels; none, where that cannot be judged."""
-        rms = (self.square / max(self.count, 1)).sqrt()
-        found = (rms > MASSIVE * rms.median()).nonzero().flatten()
+        rms = np.sqrt(self.square.numpy() / max(self.count, 1))
+        middle = np.partition(rms, (self.width - 1) // 2)[(self.width - 1) // 2] if self.width else 0.0
+        found = torch.from_numpy(np.flatnonzero(rms > MASSIVE * middle))
         return found if len(found) < self.width else found[:0]

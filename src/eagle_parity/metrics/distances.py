@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 
 RUN = 256  # channels summed in float32: short enough for the bound above, long enough for the speed of float32
+BLOCK = 2**18  # values worked on at once: what is made of them on the way stays in a core's cache
 TINY = 1e-20  # a float32 sum of squares below this may have lost terms to underflow
 
 
@@ -77,7 +78,22 @@ def squares(rows: torch.Tensor) -> torch.Tensor:
 
 def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Dot products over the last dimension of [..., W] (one dtype, float32 or float64), in float64: [...]."""
-    return _over_runs(lambda run, other: torch.linalg.vecdot(run, other).double().sum(-1), a, b)
+
+    def total(run: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return matrix_products(run.unsqueeze(-2), other.unsqueeze(-1))[..., 0, 0].double().sum(-1)
+
+    return _over_runs(total, a, b)
+
+
+def matrix_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Batched matrix products of [..., n, W] and [..., W, m] in their own dtype.
+
+    The BLAS under numpy is two to eight times as fast as torch's on matrices of a few rows.
+    """
+    if a.device.type != "cpu":
+        return torch.matmul(a, b)
+    with np.errstate(all="ignore"):  # what float32 cannot hold is found by its value
+        return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
 
 
 def _over_runs(total: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
@@ -93,21 +109,24 @@ def _over_runs(total: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch
     return sum(parts[1:], parts[0])
 
 
-def safely(
-    measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
-) -> torch.Tensor:
-    """What `measure` makes of rows a and b, [rows, W] of any float dtype: float64 [k, rows], first |a|^2 and |b|^2.
+def safely(measure: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+    """What `measure` makes of tensors [rows, W] of any float dtype: float64 [k, rows], in blocks of a few rows.
 
-    Rows that float32 cannot hold are measured again in float64; those with NaN or infinite inputs stay what they are.
+    Rows that float32 cannot hold (a sum is not finite, or one of the first two, which are squares, is next to nothing)
+    are measured again in float64; those with NaN or infinite inputs stay what they are.
     """
-    a, b = widened(a), widened(b)
-    wide = torch.promote_types(a.dtype, b.dtype)
-    a, b = a.to(wide), b.to(wide)
-    sums = measure(a, b)
-    held = sums.isfinite().all(0) & (sums[:2] >= TINY).all(0)
-    if not held.all():
-        sums[:, ~held] = measure(a[~held].double(), b[~held].double())
-    return sums
+    count, width = rows[0].shape
+    wide = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32
+    step = max(1, BLOCK // max(width, 1))
+    found = []
+    for begin in range(0, max(count, 1), step):
+        block = [r[begin : begin + step].to(wide) for r in rows]
+        sums = measure(*block)
+        held = sums.isfinite().all(0) & (sums[:2] >= TINY).all(0)
+        if not held.all():
+            sums[:, ~held] = measure(*(b[~held].double() for b in block))
+        found.append(sums)
+    return torch.cat(found, 1)
 
 
 def row_sums(serving: torch.Tensor, training: torch.Tensor) -> RowSums:

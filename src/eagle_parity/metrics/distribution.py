@@ -39,5 +39,8 @@ def sign_test(first: FloatArray, second: FloatArray) -> float:
     if count > 1000:  # normal approximation, exact sums get slow
         z = (wins - 0.5 - count / 2) / math.sqrt(count / 4)
         return 0.5 * math.erfc(z / math.sqrt(2))
-    tail: int = sum(math.comb(count, k) for k in range(math.ceil(wins), count + 1))
+    ways = tail = 1  # to win all of them; each next number of wins follows from the one above it
+    for k in range(count, math.ceil(wins), -1):
+        ways = ways * k // (count - k + 1)
+        tail += ways
     return float(tail / 2**count)

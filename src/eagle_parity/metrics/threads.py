@@ -1,13 +1,20 @@
-"""How torch works on blocks of rows: on one thread, in memory that it has had before."""
+"""How torch works on blocks of rows: each on one thread, several at once, in memory that it has had before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 KEPT = 16 * 2**20
+MOST = 4  # threads: memory has no more to give, and each holds a block of its own
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -26,3 +33,27 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def workers() -> int:
+    """How many blocks to work on at once: the cores that this process may use, or OMP_NUM_THREADS, at most MOST."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(MOST, cores, int(asked) if asked.isdigit() else cores))
+
+
+def spread(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """What `work` makes of each item, in order. Worked out by `workers()` threads, each with torch on one thread.
+
+    `work` must not wait for another item. An error ends it; what has not begun by then never does.
+    """
+    items = list(items)
+    count = min(workers(), len(items))
+    if count <= 1:
+        yield from map(work, items)
+        return
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eagle_parity.metrics.distances import FloatArray, numpy64
+from eagle_parity.alignment.matching import LUCK
+from eagle_parity.metrics.distances import FloatArray, numpy64, products, safely, squares
 from eagle_parity.metrics.distribution import median, sign_test
 from eagle_parity.records import IntArray
 
@@ -40,6 +41,8 @@ class Place:
     """Whether nearly all rows have less than the whole step."""
     over: bool
     """Whether nearly all rows have more."""
+    between: bool
+    """Whether nearly all rows are nearer to both ends than these are to each other."""
 
     @property
     def inside(self) -> bool:
@@ -81,22 +84,38 @@ def place(rows: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Plac
 
     Shares of the step are taken over the share of the stream where that is nearly 1: a factor moves no tensor.
     """
-    x, s, d = (tensor.double() for tensor in (rows, before, after - before))
-    ss, sd, dd = (s * s).sum(-1), (s * d).sum(-1), (d * d).sum(-1)
-    xs, xd = (x * s).sum(-1), (x * d).sum(-1)
-    determinant = (ss * dd - sd * sd).clamp_min(1e-30)
-    a, b = (xs * dd - xd * sd) / determinant, (xd * ss - xs * sd) / determinant
-    rest = (x - a.unsqueeze(-1) * s - b.unsqueeze(-1) * d).norm(dim=-1) / dd.sqrt().clamp_min(1e-30)
-    stream = median(numpy64(a))
-    shares = numpy64(b) / (stream if STREAM[0] < stream < STREAM[1] else 1.0)
+    return fitted(numpy64(safely(_products, rows, before, after)))
+
+
+def fitted(sums: FloatArray) -> Place:
+    """The place from the sums of each row, [6, rows]: see `_products`."""
+    ss, dd, ee, sd, ed, es = sums
+    with np.errstate(all="ignore"):  # rows with infinities have no place
+        determinant = np.maximum(ss * dd - sd * sd, 1e-30)
+        # With e = x - after: its shares are what x has more of either than `after` has.
+        more, further = (es * dd - ed * sd) / determinant, (ed * ss - es * sd) / determinant
+        to = dd + 2 * ed + ee
+        rest = np.sqrt(np.maximum(ee - more * es - further * ed, 0)) / np.maximum(np.sqrt(dd), 1e-30)
+    stream = median(1 + more)
+    shares = (1 + further) / (stream if STREAM[0] < stream < STREAM[1] else 1.0)
     return Place(
         stream,
         median(shares),
-        median(numpy64(rest)),
+        median(rest),
         forward=sign_test(np.zeros_like(shares), shares) < SURE,
         short=sign_test(shares, np.ones_like(shares)) < SURE,
         over=sign_test(np.ones_like(shares), shares) < SURE,
+        between=max(sign_test(end, dd) for end in (ee, to)) < LUCK,
     )
+
+
+def _products(x: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Of s = before, d = after - before and e = x - after: ss, dd, ee, sd, de, es, [6, rows]."""
+    sde = torch.empty((3, *x.shape), dtype=x.dtype)
+    sde[0] = before
+    torch.sub(after, before, out=sde[1])
+    torch.sub(x, after, out=sde[2])
+    return torch.cat([squares(sde), products(sde[:2], sde[1:]), products(sde[2:], sde[:1])])
 
 
 def nearest(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

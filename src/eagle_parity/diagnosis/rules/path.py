@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from eagle_parity.alignment.matching import LUCK
 from eagle_parity.alignment.partial import residual_like
 from eagle_parity.diagnosis.case import Case, TensorCase
 from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.diagnosis.rules.explanation import Explained, error
-from eagle_parity.diagnosis.rules.geometry import FAR_OFF, OFF, Place, place
+from eagle_parity.diagnosis.rules.geometry import FAR_OFF, OFF, Place, fitted, place
+from eagle_parity.diagnosis.steps import step_sums
 from eagle_parity.metrics.distances import numpy64
-from eagle_parity.metrics.distribution import median, sign_test
+from eagle_parity.metrics.distribution import median
 
 
 def _step(case: Case, tensor: TensorCase, boundary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -152,13 +152,18 @@ def _on_the_way(case: Case, tensor: TensorCase, begin: int, end: int) -> Place |
 
     This judges layers that hardly change the stream too, where every distance is below its floor.
     """
-    states = [case.serving_rows(tensor), case.training_rows(begin), case.training_rows(end)]
-    x, before, after = (case.keep_ordinary(rows) for rows in states)
-    found = place(x, before, after)
-    way = numpy64((after - before).double().norm(dim=-1))
-    to, on = (numpy64((x - stop).double().norm(dim=-1)) for stop in (before, after))
+    found = _place(case, tensor, begin, end)
     inside = found.within(OFF if end == begin + 1 else FAR_OFF)
-    return found if inside and sign_test(to, way) < LUCK and sign_test(on, way) < LUCK else None
+    return found if inside and found.between else None
+
+
+def _place(case: Case, tensor: TensorCase, begin: int, end: int) -> Place:
+    """The tensor's place from one boundary to another, wherever that is."""
+    sums = step_sums(case).get((tensor.name, begin, end))
+    if sums is not None:
+        return fitted(sums)
+    states = [case.serving_rows(tensor), case.training_rows(begin), case.training_rows(end)]
+    return place(*(case.keep_ordinary(rows) for rows in states))
 
 
 def midway(case: Case, tensor: TensorCase) -> Explained | None:
@@ -173,9 +178,10 @@ def midway(case: Case, tensor: TensorCase) -> Explained | None:
     found = between(case, tensor)
     if found is not None or tensor.judgement.status == "fail":
         return found
-    rows = _step(case, tensor, expected)
-    found_at = None if rows is None else place(*rows)
-    if found_at is None or not found_at.beyond:
+    if not {expected - 1, expected} <= set(tensor.match.rel_l2):
+        return None
+    found_at = _place(case, tensor, expected - 1, expected)
+    if not found_at.beyond:
         return None
     return double_output(case, tensor) or _beyond(tensor, expected, found_at)
 

@@ -74,7 +74,9 @@ def _wrong(case: Case, tensor: TensorCase) -> tuple[Boundary, IntArray] | None:
     if held is None or tensor.view is None or tensor.rolled_rows is None:
         return None
     distances = tensor.match.rel_l2[held]
-    far = AS_FAR_AS_ANOTHER * max(tensor.rolled_rows, _another_token(case, held))
+    far = AS_FAR_AS_ANOTHER * tensor.rolled_rows
+    if (distances >= far).any():
+        far = max(far, AS_FAR_AS_ANOTHER * _another_token(case, held))
     astray, empty = distances >= far, _empty(case, tensor, held)
     if astray.sum() < LEAST_ROWS:
         astray[:] = False  # one row may have taken other experts all the way
@@ -98,7 +100,9 @@ def _elsewhere(case: Case, tensor: TensorCase, boundary: Boundary) -> IntArray:
     assert tensor.view is not None
     own = tensor.match.rel_l2[boundary]
     limit = tensor.limits[boundary]
-    suspects = np.flatnonzero(own > max(limit, HALFWAY * _another_token(case, boundary)))
+    suspects = np.flatnonzero(own > limit)
+    if len(suspects):
+        suspects = suspects[own[suspects] > HALFWAY * _another_token(case, boundary)]
     if len(suspects) == 0:
         return suspects
     suspects = suspects[sample(len(suspects), PROBE_ROWS)]

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 from eagle_parity.alignment.matching import LUCK
 from eagle_parity.diagnosis.case import Case, TensorCase
 from eagle_parity.diagnosis.floor import roundoff
 from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.diagnosis.rules.norm import nearest_of, robust_spread
+from eagle_parity.diagnosis.steps import row_factors
 from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2, row_sums
 from eagle_parity.metrics.distribution import median, sign_test
 from eagle_parity.records import Boundary
@@ -78,15 +82,26 @@ def slight(case: Case, tensor: TensorCase) -> Scale | None:
     mistaken = tensor.best_is_sound and best != expected
     if tensor.judgement.status == "fail" and not mistaken:
         return None  # more than a slight one, or something else
+    floor = 0.0 if tensor.limit.floor.source.startswith("estimated") else tensor.limit.floor.median
+    factors = row_factors(case).get(tensor.name)
+    if factors is not None and not _off(factors, _rounding(case, tensor, expected), floor):
+        return None
     found = fit(case, tensor, expected)
     if found is None or found.distance > tensor.limits[expected]:
         return None
-    floor = 0.0 if tensor.limit.floor.source.startswith("estimated") else tensor.limit.floor.median
     if not found.beyond_noise(_rounding(case, tensor, expected), floor):
         return None
     if best is None or best == expected:
         return found
     return found if sign_test(found.rows, tensor.match.rel_l2[best][case.probe]) < LUCK else None
+
+
+def _off(factors: FloatArray, rounding: float, floor: float) -> bool:
+    """Whether the rows' factors alone could be beyond noise; how far the rows are apart then is not asked yet."""
+    factor = median(factors)
+    if not factor > 0:
+        return False
+    return Scale(0, factor, np.zeros(1), robust_spread(torch.from_numpy(factors))).beyond_noise(rounding, floor)
 
 
 def _rounding(case: Case, tensor: TensorCase, boundary: Boundary) -> float:

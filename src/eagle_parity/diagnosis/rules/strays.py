@@ -92,11 +92,13 @@ def _together(case: Case, tensor: TensorCase, expected: Boundary) -> Strays | No
     """
     if len(case.probe) < MIN_ROWS:
         return None
-    serving = case.keep_ordinary(case.serving_rows(tensor))
-    truth = case.keep_ordinary(case.training_rows(expected))
     medians = tensor.match.medians()
     others = [b for b in medians if b != expected and b not in case.borrowed]
     close = [b for b in others if medians[b] <= CLOSE * medians[expected]]
+    if not close:
+        return None
+    serving = case.keep_ordinary(case.serving_rows(tensor))
+    truth = case.keep_ordinary(case.training_rows(expected))
     tried = [(b, _at_end(serving, truth, case.keep_ordinary(case.training_rows(b)))) for b in close]
     proven = [(p, str(b), b, rows) for b, (p, rows) in tried if p < LUCK / len(others)]
     if not proven:
