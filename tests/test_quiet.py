@@ -271,3 +271,28 @@ def test_a_shift_under_a_measured_floor_is_a_shift(rel: float, by: int, compare:
     moved = serving_spec(net, tuple(k + by for k in USUAL), rel=rel)
     code, report = compare(training_spec(net), moved, "--floor", floor)
     assert (code, codes(report)) == (1, {"layer-shift"})
+
+
+# ---------------------------------------------------------------------------------------- few rows of a situation
+
+
+def test_two_rerouted_rows_of_ten_graph_rows_are_no_stale_graph(compare: Compare) -> None:
+    """A row whose experts differ can be nearer to the layer before: ten rows with two of them prove nothing."""
+    net = make_net(prompts=(60, 20))
+
+    def rerouted(k: int) -> torch.Tensor:
+        step = net.streams[k] - net.streams[k - 1]
+        other = torch.randn(step.shape, generator=torch.Generator().manual_seed(29))
+        other *= step.norm(dim=-1, keepdim=True) / other.norm(dim=-1, keepdim=True)
+        states = net.streams[k].clone()
+        states[-3:-1] = (net.streams[k - 1] + 0.45 * step + 0.45 * other)[-3:-1]
+        return states
+
+    spec = served(net, rerouted)
+    spec.requests = [
+        {"id": "a", "rows": [0, 60], "phase": "prefill", "batch": 1, "graph": False},
+        {"id": "b", "rows": [60, 70], "phase": "prefill", "batch": 1, "graph": False},
+        {"id": "b", "rows": [70, 80], "phase": "verify", "batch": 1, "graph": True},
+    ]
+    code, report = compare(training_spec(net), spec)
+    assert (code, codes(report)) == (0, set())
