@@ -271,3 +271,55 @@ def test_a_shift_under_a_measured_floor_is_a_shift(rel: float, by: int, compare:
     moved = serving_spec(net, tuple(k + by for k in USUAL), rel=rel)
     code, report = compare(training_spec(net), moved, "--floor", floor)
     assert (code, codes(report)) == (1, {"layer-shift"})
+
+
+# ---------------------------------------------------------------------------------------- few rows of a situation
+
+
+def test_two_rerouted_rows_of_ten_graph_rows_are_no_stale_graph(compare: Compare) -> None:
+    """A row whose experts differ can be nearer to the layer before: ten rows with two of them prove nothing."""
+    net = make_net(prompts=(60, 20))
+
+    def rerouted(k: int) -> torch.Tensor:
+        step = net.streams[k] - net.streams[k - 1]
+        other = torch.randn(step.shape, generator=torch.Generator().manual_seed(29))
+        other *= step.norm(dim=-1, keepdim=True) / other.norm(dim=-1, keepdim=True)
+        states = net.streams[k].clone()
+        states[-3:-1] = (net.streams[k - 1] + 0.45 * step + 0.45 * other)[-3:-1]
+        return states
+
+    spec = served(net, rerouted)
+    spec.requests = [
+        {"id": "a", "rows": [0, 60], "phase": "prefill", "batch": 1, "graph": False},
+        {"id": "b", "rows": [60, 70], "phase": "prefill", "batch": 1, "graph": False},
+        {"id": "b", "rows": [70, 80], "phase": "verify", "batch": 1, "graph": True},
+    ]
+    code, report = compare(training_spec(net), spec)
+    assert (code, codes(report)) == (0, set())
+
+
+@pytest.mark.parametrize(("factor", "channel", "code"), [(1.05, None, "scale-mismatch"), (1.0, 7, "capture-lost")])
+def test_a_factor_or_a_dead_channel_in_verify_rows_only(
+    factor: float, channel: int | None, code: str, compare: Compare
+) -> None:
+    """One server can be right in prefill and wrong in verify: what no median shows has to be looked for there."""
+    net = make_net(prompts=(60, 30))
+
+    def state(k: int) -> torch.Tensor:
+        states = net.streams[k].clone()
+        states[70:] *= factor
+        return states
+
+    spec = served(net, state)
+    spec.requests = [
+        {"id": "a", "rows": [0, 60], "phase": "prefill", "batch": 1},
+        {"id": "b", "rows": [60, 70], "phase": "prefill", "batch": 1},
+        {"id": "b", "rows": [70, 90], "phase": "verify", "batch": 1},
+    ]
+    if channel is not None:
+        for rank in spec.ranks:
+            rank["slot.1"][70:, channel] = 0
+    exit_code, report = compare(training_spec(net), spec)
+    assert (exit_code, codes(report)) == (1, {code})
+    assert [row["status"] for row in report["rows"]] == ["ok", "fail", "ok"]
+    assert errors(report)[0]["evidence"]["rows"] == "verify"

@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     strays.stray_rows,
     rows.row_faults,
     rows.situation,
+    content.situations,
     coverage.declared_expectation,
     coverage.features_match,
 )

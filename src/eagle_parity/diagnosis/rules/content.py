@@ -9,13 +9,15 @@ the two that explain nothing. Distances leave massive channels out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.alignment.matching import sample
+from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase
+from eagle_parity.diagnosis.judgement import strata
 from eagle_parity.diagnosis.rules import norm, scale
 from eagle_parity.diagnosis.rules.channels import Broken, broken
 from eagle_parity.diagnosis.rules.explanation import Explained, error
@@ -338,3 +340,23 @@ def content(case: Case) -> Iterator[Finding]:
     """Explain every tensor that failed for what it holds."""
     for entry in explained(case).values():
         yield entry.finding
+
+
+def situations(case: Case) -> Iterator[Finding]:
+    """Broken channels or a slight factor in the rows of one situation only, in a tensor that is right altogether."""
+    for tensor in case.tensors:
+        if tensor.judgement.status != "ok" or tensor.partial is not None or tensor.name in explained(case):
+            continue
+        for name, mask in strata(case.serving.tokens.requests, case.alignment.serving).items():
+            rows = np.flatnonzero(mask)
+            part = replace(case, probe=rows[sample(len(rows), PROBE_ROWS)])
+            if not bool(part.serving_rows(tensor).isfinite().all()):
+                continue
+            channels, factor = broken(part, tensor), scale.slight(part, tensor)
+            if channels is None and factor is None:
+                continue
+            found = _broken(tensor, channels) if channels else _scaled(part, tensor, factor)  # type: ignore[arg-type]
+            evidence = {**found.finding.evidence, "rows": name, "count": len(rows)}
+            message = f"{found.finding.message}, in the {len(rows)} rows of {name}"
+            yield replace(found.finding, message=message, evidence=evidence)
+            break
