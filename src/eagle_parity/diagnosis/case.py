@@ -155,7 +155,7 @@ class _Recent:
     Few, so that memory stays flat however many boundaries there are.
     """
 
-    KEPT = 6
+    KEPT = 4
 
     def __init__(self) -> None:
         self._held: OrderedDict[object, _Probed] = OrderedDict()

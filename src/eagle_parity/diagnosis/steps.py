@@ -73,7 +73,7 @@ class _Pass:
         self._squares, self._errors = np.empty((2 * m - 1, count)), np.empty((n, count))
         self._steps, self._dots = np.empty((m - 1, count)), np.empty((n, 2 * m - 1, count))
         self._boundaries = m
-        for _ in spread(self._work, self._reader.blocks(PAIRS_BYTES)):
+        for _ in spread(self._work, self._reader.blocks(PAIRS_BYTES // 2)):
             pass
 
     def _work(self, block: tuple[int, int]) -> None:
