@@ -45,6 +45,8 @@ def broken(case: Case, tensor: TensorCase) -> Broken | None:
     boundary = tensor.expected
     if boundary is None or boundary not in tensor.match.rel_l2 or tensor.view is None or len(case.probe) < MIN_ROWS:
         return None
+    if tensor.ranks.non_finite:  # has a name of its own
+        return None
     serving, truth = case.serving_rows(tensor), case.training_rows(boundary)
     if not some_may_be(serving, truth):
         return None
