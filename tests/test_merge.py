@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle_parity.captures import recording, sglang
 from eagle_parity.captures import server as server_module
-from eagle_parity.captures.spool import Header, SpoolWriter
+from eagle_parity.captures.spool import Header
+from eagle_parity.captures.writer import SpoolWriter
 from eagle_parity.cli.main import main
 from eagle_parity.dump import merge, open_dump
 from tests.synthetic import Net, serving_spec, training_spec

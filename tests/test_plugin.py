@@ -24,12 +24,12 @@ from eagle_parity.captures.spool import (
     Header,
     Record,
     Spool,
-    SpoolWriter,
     end_id,
     new_hello,
     probe_id,
     read_hellos,
 )
+from eagle_parity.captures.writer import SpoolWriter
 
 REPOSITORY = Path(__file__).parents[1]
 KEY = "0123456789abcdef"

@@ -35,7 +35,8 @@ from eagle_parity.captures.server import (
     listen_address,
 )
 from eagle_parity.captures.sglang import Site, capture, check, estimate
-from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, SpoolWriter, is_end, write_hello
+from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, is_end, write_hello
+from eagle_parity.captures.writer import SpoolWriter
 from eagle_parity.cli.main import main
 from eagle_parity.dump import DumpWriter, open_dump
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError

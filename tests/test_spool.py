@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from eagle_parity.captures import spool
+from eagle_parity.captures import writer as writer_module
 from eagle_parity.captures.spool import (
     Header,
     Spool,
-    SpoolWriter,
     is_probe,
     new_dump_key,
     new_hello,
@@ -22,6 +22,7 @@ from eagle_parity.captures.spool import (
     read_hellos,
     write_hello,
 )
+from eagle_parity.captures.writer import SpoolWriter
 from eagle_parity.errors import EnvironmentFailure
 
 KEY = "0123456789abcdef"
@@ -151,7 +152,7 @@ class TestLimits:
         own = writer(tmp_path, kept_bytes=100)
         own.submit(header(0), hidden())
         assert own.flush()
-        monkeypatch.setattr(spool, "STALE_SECONDS", -1.0)
+        monkeypatch.setattr(writer_module, "STALE_SECONDS", -1.0)
         own.submit(header(1), hidden())
         assert own.flush()
         assert [r.header.probe for r in Spool(tmp_path, KEY).poll()] == [probe_id(KEY, 1)]

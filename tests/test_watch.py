@@ -15,8 +15,9 @@ import pytest
 
 from eagle_parity.captures import recording, sglang, watch
 from eagle_parity.captures.prompts import Prompt
-from eagle_parity.captures.spool import Hello, SpoolWriter, read_hellos, write_hello
+from eagle_parity.captures.spool import Hello, read_hellos, write_hello
 from eagle_parity.captures.watch import Watch
+from eagle_parity.captures.writer import SpoolWriter
 from eagle_parity.errors import EnvironmentFailure, InputError
 from tests.test_server import Engine, probe
 

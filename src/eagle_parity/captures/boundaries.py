@@ -23,7 +23,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from eagle_parity.captures.shard import common, own_rows
-from eagle_parity.captures.spool import PENDING_BYTES
+from eagle_parity.captures.writer import PENDING_BYTES
 from eagle_parity.records import FINAL_NORM, boundary_name
 
 if TYPE_CHECKING:

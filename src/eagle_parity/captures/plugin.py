@@ -32,18 +32,17 @@ from eagle_parity.captures.shard import common, own_rows
 from eagle_parity.captures.spool import (
     BOUNDARIES,
     CAPTURE_DIR,
-    KEPT_BYTES,
     MAX_BYTES,
     PREFIX,
     Header,
     Hello,
-    SpoolWriter,
     is_end,
     is_probe,
     new_hello,
     write_hello,
 )
 from eagle_parity.captures.versions import choose
+from eagle_parity.captures.writer import KEPT_BYTES, SpoolWriter
 
 if TYPE_CHECKING:
     import torch

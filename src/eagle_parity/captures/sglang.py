@@ -19,7 +19,6 @@ from eagle_parity.captures.server import Server
 from eagle_parity.captures.spool import (
     BOUNDARIES,
     CAPTURE_DIR,
-    PENDING_BYTES,
     Hello,
     Spool,
     end_id,
@@ -29,6 +28,7 @@ from eagle_parity.captures.spool import (
 )
 from eagle_parity.captures.versions import NEWEST, OLDEST, installation, supported, too_old
 from eagle_parity.captures.watch import Watch
+from eagle_parity.captures.writer import PENDING_BYTES
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
 from eagle_parity.records import (
     Boundary,
