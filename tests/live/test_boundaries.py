@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -20,10 +19,11 @@ from eagle_parity.captures.spool import BOUNDARIES
 from eagle_parity.cli.main import main
 from eagle_parity.dump import Dump, open_dump
 from eagle_parity.records import FINAL_NORM
+from tests.live.conftest import needs_sglang
 
 pytestmark = [
     pytest.mark.live,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+    needs_sglang,
 ]
 
 ROOT = Path(__file__).parents[2]

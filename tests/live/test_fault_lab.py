@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tests.lab.engine import engine_faults
 from tests.lab.live_faults import ENGINE, FEW, HALF, named
 from tests.lab.live_runs import SERVERS, Live, broken, healthy
 from tests.lab.sources import ROOT
+from tests.live.conftest import needs_sglang
 
 
 def wrong(runs: list[Live]) -> list[Live]:
@@ -24,7 +24,7 @@ def test_every_fault_of_the_engine_has_its_right_name() -> None:
 
 
 @pytest.mark.live
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@needs_sglang
 def test_a_fault_of_each_kind_in_one_server(tmp_path: Path) -> None:
     with live.bench(tmp_path) as bench:
         runs = [healthy(bench), *broken(bench, named(*FEW)), healthy(bench, "healthy again")]
@@ -34,7 +34,7 @@ def test_a_fault_of_each_kind_in_one_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.live
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@needs_sglang
 @pytest.mark.parametrize("name", SERVERS)
 def test_the_document_tells_what_comes_out(name: str, tmp_path: Path) -> None:
     """Nothing passes silently, no healthy server is blamed, and each row of the document is what came out now."""

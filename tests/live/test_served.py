@@ -16,14 +16,11 @@ import torch
 from eagle_parity.captures.spool import CAPTURE_DIR
 from eagle_parity.cli.main import main
 from eagle_parity.dump import Dump, open_dump
+from tests.live.conftest import needs_sglang
 from tests.truth import distance, load
 from tests.truth import states as transformers_states
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.slow, needs_sglang]
 
 ROOT = Path(__file__).parents[2]
 BOUNDARIES = (2, 3, 5)  # what the ids 1, 2, 4 mean

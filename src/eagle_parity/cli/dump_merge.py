@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eagle_parity.cli.options import MaxBytesOption, OutputOption, OverwriteOption
 from eagle_parity.cli.output import say
 from eagle_parity.errors import InputError
 
@@ -23,19 +24,12 @@ def command(
             metavar="DIR...", help="Dumps of one run, and capture directories (or copies) that hold more of its ranks."
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", envvar="EAGLE_PARITY_OUTPUT", help="The dump to write.")
-    ],
+    output: OutputOption,
     allow_missing_ranks: Annotated[
         bool, typer.Option("--allow-missing-ranks", help="Write the dump although it lacks ranks of the run.")
     ] = False,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", envvar="EAGLE_PARITY_MAX_BYTES", help="Refuse a larger dump.  [default: 64 GiB]"
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
+    max_bytes: MaxBytesOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Join the ranks of one capture that lie in different places, as when the server spans hosts without a shared disk.
 

@@ -13,6 +13,7 @@ import typer
 
 from eagle_parity.cli.dump_from import convert
 from eagle_parity.cli.dump_returned import record
+from eagle_parity.cli.options import MaxBytesOption, OutputOption, OverwriteOption
 from eagle_parity.cli.output import say
 from eagle_parity.cli.training import parse_boundaries
 from eagle_parity.errors import EnvironmentFailure, InputError, UsageError
@@ -38,9 +39,7 @@ class _Probing:
 
 
 def command(
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", envvar="EAGLE_PARITY_OUTPUT", help="The dump to write.")
-    ],
+    output: OutputOption,
     tokens_from: Annotated[
         Path | None,
         typer.Option(
@@ -121,13 +120,8 @@ def command(
             help="Seconds for the server to start, and for one answer.",
         ),
     ] = 600.0,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", envvar="EAGLE_PARITY_MAX_BYTES", help="Refuse a larger dump.  [default: 64 GiB]"
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
+    max_bytes: MaxBytesOption = None,
+    overwrite: OverwriteOption = False,
     server_command: Annotated[
         list[str] | None, typer.Argument(metavar="[-- CMD...]", help="The server's command, for --launch.")
     ] = None,

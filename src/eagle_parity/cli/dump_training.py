@@ -12,6 +12,7 @@ import typer
 
 from eagle_parity.cli import output
 from eagle_parity.cli import training as sides
+from eagle_parity.cli.options import MaxBytesOption
 from eagle_parity.errors import InputError, UsageError
 from eagle_parity.records import FINAL_NORM
 
@@ -104,12 +105,7 @@ def command(
         typer.Option(envvar="EAGLE_PARITY_DTYPE", help="Compute in this dtype.  [default: the config's]"),
     ] = None,
     device: Annotated[Device, typer.Option(envvar="EAGLE_PARITY_DEVICE", help="Where to run.")] = Device.auto,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", envvar="EAGLE_PARITY_MAX_BYTES", help="Refuse a larger dump.  [default: 64 GiB]"
-        ),
-    ] = None,
+    max_bytes: MaxBytesOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", envvar="EAGLE_PARITY_OVERWRITE", help="Replace what is at DIR.")
     ] = False,

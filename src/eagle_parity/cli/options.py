@@ -54,6 +54,14 @@ ReportOption = Annotated[
     list[str] | None,
     typer.Option("--report", metavar="FORMAT=PATH", help="Also write a report to a file. Repeatable."),
 ]
+OutputOption = Annotated[
+    Path, typer.Option("-o", "--output", metavar="DIR", envvar="EAGLE_PARITY_OUTPUT", help="The dump to write.")
+]
+MaxBytesOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", envvar="EAGLE_PARITY_MAX_BYTES", help="Refuse a larger dump.  [default: 64 GiB]"),
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")]
 
 
 def report_targets(values: list[str] | None) -> tuple[tuple[Format, Path], ...]:

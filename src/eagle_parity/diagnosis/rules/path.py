@@ -14,24 +14,24 @@ from eagle_parity.metrics.distances import numpy64
 from eagle_parity.metrics.distribution import median
 
 
-def _step(case: Case, tensor: TensorCase, boundary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The tensor, boundary K-1 and boundary K on ordinary channels; None where the training side lacks one."""
-    if not {boundary - 1, boundary} <= set(tensor.match.rel_l2).difference(case.borrowed):
+def _step(case: Case, tensor: TensorCase) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The expected boundary K; the tensor, boundary K-1 and K on ordinary channels; None where training lacks one."""
+    boundary = tensor.expected
+    if not isinstance(boundary, int) or not {boundary - 1, boundary} <= set(tensor.match.rel_l2).difference(
+        case.borrowed
+    ):
         return None
     rows = [case.serving_rows(tensor), case.training_rows(boundary - 1), case.training_rows(boundary)]
     x, before, after = (case.keep_ordinary(r) for r in rows)
-    return x, before, after
+    return boundary, x, before, after
 
 
 def double_output(case: Case, tensor: TensorCase) -> Explained | None:
     """R + tp M instead of R + M: truth - (x - truth) / (tp - 1) is then the residual stream R."""
-    boundary = tensor.expected
-    if not isinstance(boundary, int):
-        return None
-    rows = _step(case, tensor, boundary)
+    rows = _step(case, tensor)
     if rows is None:
         return None
-    x, before, after = rows
+    boundary, x, before, after = rows
     engine = case.serving.facts.engine
     sizes = dict.fromkeys([len(case.serving.ranks), (engine.tp_size if engine else None) or 0, 2, 4, 8])
     for size in [size for size in sizes if size > 1]:
@@ -53,13 +53,10 @@ def double_output(case: Case, tensor: TensorCase) -> Explained | None:
 
 def residual_missing(case: Case, tensor: TensorCase) -> Explained | None:
     """A layer's output alone: a share of the step and none of the stream."""
-    boundary = tensor.expected
-    if not isinstance(boundary, int):
-        return None
-    rows = _step(case, tensor, boundary)
+    rows = _step(case, tensor)
     if rows is None:
         return None
-    x, before, after = rows
+    boundary, x, before, after = rows
     found = place(x, before, after)
     size = median(numpy64(x.double().norm(dim=-1) / (after - before).double().norm(dim=-1).clamp_min(1e-30)))
     if abs(found.stream) > 0.1 or not found.forward or found.along(found.step) < 0.15 or size > 1.2:
