@@ -46,6 +46,11 @@ def residual_name(boundary: int) -> str:
     return f"residual.{boundary}"
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    """Ranks as a sentence has them: `rank 1`, `ranks 0, 3`, `no rank`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
+
+
 # ------------------------------------------------------------------------------------------- what was captured
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from eagle_parity.captures.forwards import Answer, Probe
 from eagle_parity.captures.prompts import Prompt
-from eagle_parity.captures.recording import Recording, collect, names, record
+from eagle_parity.captures.recording import Recording, collect, record
 from eagle_parity.captures.server import Server
 from eagle_parity.captures.sglang import Site
 from eagle_parity.captures.spool import END, Hello, Record, Spool
 from eagle_parity.errors import InputError
-from eagle_parity.records import FINAL_NORM, Capture, Request, Tokens
+from eagle_parity.records import FINAL_NORM, Capture, Request, Tokens, rank_names
 
 
 def is_spool(path: Path) -> bool:
@@ -50,7 +50,7 @@ def read_leftover(directory: Path, dump: Capture) -> Recording:
     ended = {entry.header.rank for entry in found if entry.header.kind == "end"}
     if ended != set(processes):
         raise InputError(
-            f"{directory} holds no end of the run {key} for {names(sorted(set(processes) - ended))}",
+            f"{directory} holds no end of the run {key} for {rank_names(sorted(set(processes) - ended))}",
             fix="the directory was copied too early, or the rank died: copy it again, or capture again",
         )
     spool = Spool(directory, key)

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 from eagle_parity.captures.forwards import Forward, Probe
 from eagle_parity.captures.spool import END, Record, Spool, probe_number
 from eagle_parity.errors import EnvironmentFailure
-from eagle_parity.records import FINAL_NORM, Draft, Facts, Phase, Plan, Sample, Source, Stream, TensorSpec, slot_name
+from eagle_parity.records import (
+    FINAL_NORM,
+    Draft,
+    Facts,
+    Phase,
+    Plan,
+    Sample,
+    Source,
+    Stream,
+    TensorSpec,
+    rank_names,
+    slot_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +102,9 @@ def _missing(site: Site, found: Mapping[int, Mapping[int, object]], silent: Sequ
         what = f"no rank wrote a record into {site.capture_dir}, although the server answered"
         fix = "check that this is the capture directory of the server that runs now, and see the server's log"
     else:
-        what = f"{names(silent)} did not finish writing into {site.capture_dir} ({names(wrote)} wrote something)"
+        what = (
+            f"{rank_names(silent)} did not finish writing into {site.capture_dir} ({rank_names(wrote)} wrote something)"
+        )
         fix = "check that this rank is alive, that its disk is not full and that all hosts share the directory"
     free = shutil.disk_usage(site.capture_dir).free
     full = f"; its disk is full ({free} bytes free)" if free < _FULL_BYTES else ""
@@ -122,7 +136,7 @@ def _check_lost(found: Mapping[int, Mapping[int, Sequence[Record]]]) -> None:
         return
     ranks = sorted({header.rank for header in lost})
     raise EnvironmentFailure(
-        f"the capture is incomplete: {names(ranks)} lost {len(lost)} records; the first: {lost[0].reason}",
+        f"the capture is incomplete: {rank_names(ranks)} lost {len(lost)} records; the first: {lost[0].reason}",
         fix="send fewer or shorter prompts (--limit), make room in the capture directory, or have fewer "
         "boundaries recorded (EAGLE_PARITY_CAPTURE_BOUNDARIES=2,30,58 at the start)",
     )
@@ -346,8 +360,3 @@ def _accept_length(metas: Sequence[Mapping[str, Any]]) -> float | None:
             total += length * count
             verifies += count
     return total / verifies if verifies else None
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Ranks as a sentence has them."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"

@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_parity.captures.forwards import Answer, Probe
 from eagle_parity.captures.prompts import Prompt
-from eagle_parity.captures.recording import DEFAULT_SLOTS, Recording, collect, names, record
+from eagle_parity.captures.recording import DEFAULT_SLOTS, Recording, collect, record
 from eagle_parity.captures.server import Server
 from eagle_parity.captures.spool import (
     BOUNDARIES,
@@ -40,6 +40,7 @@ from eagle_parity.records import (
     Source,
     TensorSpec,
     boundary_name,
+    rank_names,
     slot_name,
 )
 
@@ -212,7 +213,7 @@ def check(
     present = sorted(expected & set(ranks))
     if not present or (absent and not allow_missing):
         raise EnvironmentFailure(
-            f"the capture plugin runs on {names(present)} and not on {names(absent)} of {len(expected)}, as "
+            f"the capture plugin runs on {rank_names(present)} and not on {rank_names(absent)} of {len(expected)}, as "
             f"{capture_dir} shows",
             fix=f"install eagle-parity and set {CAPTURE_DIR} on every host of the server, to one shared directory; "
             "where the hosts share none, capture with --allow-missing-ranks and add the other hosts' capture "

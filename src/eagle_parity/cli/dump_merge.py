@@ -38,9 +38,9 @@ def command(
     joined likewise.
     """
     from eagle_parity.captures.leftover import is_spool
-    from eagle_parity.captures.recording import names
     from eagle_parity.dump import DEFAULT_CAP, check_target, open_dump
     from eagle_parity.dump.merge import plan_merge, write_merge
+    from eagle_parity.records import rank_names
 
     check_target(output, overwrite=overwrite)
     spools = [path for path in directories if is_spool(path)]
@@ -61,7 +61,7 @@ def command(
             say(f"warning: {warning}")
         missing = merged.facts.missing_ranks
         if missing:
-            text = f"{names(missing)} of the run {'is' if len(missing) == 1 else 'are'} in none of the directories"
+            text = f"{rank_names(missing)} of the run {'is' if len(missing) == 1 else 'are'} in none of the directories"
             fix = "copy the capture directory of their host here and name it too, or write the dump without them: "
             if not allow_missing_ranks:
                 raise InputError(text, fix=fix + "--allow-missing-ranks")

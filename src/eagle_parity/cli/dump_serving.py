@@ -318,14 +318,14 @@ def _say_notes(recording: Recording) -> None:
 
 
 def _say_missing(recording: Recording, output: Path) -> None:
-    from eagle_parity.captures.recording import names
+    from eagle_parity.records import rank_names
 
     missing = recording.stream.plan.facts.missing_ranks
     if missing:
         where = "another host and is" if len(missing) == 1 else "other hosts and are"
         say(
-            f"warning: {names(missing)} wrote on {where} not in {output}; copy the {CAPTURE_DIR} of each such host "
-            f"here, then: eagle-parity dump merge -o FULL {output} COPY…"
+            f"warning: {rank_names(missing)} wrote on {where} not in {output}; copy the {CAPTURE_DIR} of each such "
+            f"host here, then: eagle-parity dump merge -o FULL {output} COPY…"
         )
 
 

@@ -13,7 +13,7 @@ from eagle_parity.diagnosis.case import Case, TensorCase
 from eagle_parity.diagnosis.rules.geometry import nearest, place
 from eagle_parity.metrics.distances import rel_l2
 from eagle_parity.metrics.distribution import median
-from eagle_parity.records import Capture, Finding
+from eagle_parity.records import Capture, Finding, rank_names
 
 
 def tp_size(capture: Capture) -> int | None:
@@ -28,7 +28,8 @@ def capture_lost(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "capture-lost",
                 "error",
-                f"{tensor.where} is not stored on {_name(tensor.ranks.missing)} but is on {_name(tensor.ranks.ranks)}",
+                f"{tensor.where} is not stored on {rank_names(tensor.ranks.missing)} but is on "
+                f"{rank_names(tensor.ranks.ranks)}",
                 "capture again; if it stays, those ranks never ran the capture (pipeline or context parallelism, "
                 "two-batch overlap): turn that off for the capture",
                 slot=tensor.slot,
@@ -40,7 +41,7 @@ def capture_lost(case: Case) -> Iterator[Finding]:
         yield Finding(
             "capture-lost",
             "warning",
-            f"{_name(lost)} of TP={size} {'has' if len(lost) == 1 else 'have'} no file in the dump",
+            f"{rank_names(lost)} of TP={size} {'has' if len(lost) == 1 else 'have'} no file in the dump",
             "capture with every rank writing to the same directory, or join copies with `dump merge`",
             ranks=lost,
         )
@@ -223,7 +224,7 @@ def odd_rank(case: Case) -> Iterator[Finding]:
             held.setdefault(code, {}).setdefault(what, []).append(rank)
         for code, groups in held.items():
             parts = [
-                f"{_name(ranks)} differ{'s' if len(ranks) == 1 else ''} from the others: {_each(ranks, what)}"
+                f"{rank_names(ranks)} differ{'s' if len(ranks) == 1 else ''} from the others: {_each(ranks, what)}"
                 for what, ranks in groups.items()
             ]
             odd = tuple(sorted(rank for ranks in groups.values() for rank in ranks))
@@ -322,10 +323,6 @@ def _spread(tensor: TensorCase) -> dict[str, object]:
             for s in tensor.ranks.spreads
         }
     }
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _each(ranks: Sequence[int], what: str) -> str:
