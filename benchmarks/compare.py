@@ -182,8 +182,9 @@ def core(where: Path) -> Callable[[], object]:
     import numpy as np
 
     from eagle_parity.alignment import matching
-    from eagle_parity.alignment.channels import channels_of_all, massive_channels
-    from eagle_parity.alignment.ranks import study_all_ranks
+    from eagle_parity.alignment.channels import channels_of, massive_channels
+    from eagle_parity.alignment.ranks import begin_ranks
+    from eagle_parity.alignment.views import rank_view
     from eagle_parity.dump import open_dump
     from eagle_parity.metrics.threads import one_thread
 
@@ -191,17 +192,17 @@ def core(where: Path) -> Callable[[], object]:
     def timed() -> None:
         training, serving = open_dump(where / "training"), open_dump(where / "serving")
         rows = np.arange(len(serving.tokens.token_ids))
-        studies = study_all_ranks(serving, [name for name, _ in names()], rows, WIDTH)
-        assert all(found.equal for found in studies.values())
+        ranks = begin_ranks(serving, [name for name, _ in names()], rows, WIDTH)
         views = matching.training_views(training)
-        whole = {name: found.whole for name, found in studies.items() if found.whole is not None}
+        first = {name: rank_view(serving, 0, name) for name, _ in names()}
         probe = rows[matching.sample(len(rows), matching.SAMPLE_ROWS)]
-        channels = channels_of_all(views, probe)
-        ours = channels_of_all(whole, probe)
-        references = matching.References(dict(names()), ours, channels)
+        channels = {boundary: channels_of(view, probe) for boundary, view in views.items()}
+        ours = {name: channels_of(view, probe) for name, view in first.items()}
         massive = massive_channels(channels.values(), WIDTH)
         assert massive.tolist() == list(MASSIVE)
-        matches = matching.match(whole, views, rows, rows, references=references, left_out=massive, hidden=WIDTH)
+        references = matching.References(dict(names()), ours, channels)
+        matches = matching.match(first, views, rows, rows, references=references, left_out=massive, hidden=WIDTH)
+        assert all(found.equal for found in ranks().values())
         assert [matches[name].best for name, _ in names()] == [k for _, k in names()]
         for name, _ in names():
             compared = matches[name].comparison

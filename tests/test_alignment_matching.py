@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_parity.alignment import matching
-from eagle_parity.alignment.channels import take
-from eagle_parity.alignment.matching import Match, compare, match, sample
+from eagle_parity.alignment import measuring
+from eagle_parity.alignment.channels import without
+from eagle_parity.alignment.matching import Match, begin_match, compare, match, sample
 from eagle_parity.alignment.views import blocks
 from eagle_parity.records import IntArray
 
@@ -81,7 +81,8 @@ def test_distances_are_relative_to_each_boundarys_norm() -> None:
 def test_blocks_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     states = stream(101, 300, 6, step=0.1)
     whole = matched(noisy(states[3], 0.02), states)
-    monkeypatch.setattr(matching, "PAIRS_BYTES", size)
+    monkeypatch.setattr(measuring, "WIDE_BYTES", size)
+    monkeypatch.setattr(measuring, "STORED_BYTES", 2 * size)
     again = matched(noisy(states[3], 0.02), states)
     for k in whole.rel_l2:
         np.testing.assert_allclose(again.rel_l2[k], whole.rel_l2[k], rtol=1e-4)
@@ -115,7 +116,7 @@ def test_float64_keeps_its_accuracy() -> None:
 def test_progress_counts_every_row() -> None:
     states = {k: Whole(s) for k, s in enumerate(stream(600, 2048, 3, step=0.3))}
     rows, done = np.arange(600, dtype=np.int64), []
-    match({"a": states[1], "b": states[2]}, states, rows, rows, done.append)  # type: ignore[arg-type]
+    begin_match({"a": states[1], "b": states[2]}, states, rows, rows, done.append)()  # type: ignore[arg-type]
     assert sum(done) == 600
     assert len(done) > 1
 
@@ -178,10 +179,10 @@ def test_compare_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("left_out", [[], [0], [63], [0, 1, 5, 62, 63], [30], list(range(64))])
-def test_take_is_an_index(left_out: list[int]) -> None:
+def test_without_is_an_index(left_out: list[int]) -> None:
     rows = torch.randn(5, 64)
     channels = torch.tensor([c for c in range(64) if c not in left_out], dtype=torch.int64)
-    assert torch.equal(take(rows, channels), rows[:, channels])
+    assert torch.equal(without(rows, torch.tensor(left_out, dtype=torch.int64)), rows[:, channels])
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 140, 1000, 10**6])

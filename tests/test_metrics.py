@@ -12,9 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_parity.metrics.channels import ChannelSums, channel_sums
-from eagle_parity.metrics.distances import RUN, cosine, products, rel_l2, row_sums, squares
+from eagle_parity.metrics.distances import (
+    RUN,
+    FloatArray,
+    cosine,
+    numpy64,
+    padded,
+    products,
+    rel_l2,
+    root_ratio,
+    row_sums,
+    runs_of,
+    squares,
+)
 from eagle_parity.metrics.distribution import median, sign_test, summarise
-from eagle_parity.metrics.pairs import NEAR, padded, pair_rel_l2
+from eagle_parity.metrics.pairs import NEAR, pair_sums, run_dots
 from eagle_parity.metrics.threads import one_thread
 
 BOUND = (RUN + 4) * 2.0**-24  # of a sum of squares, relative
@@ -131,10 +143,23 @@ def test_typical_accuracy_is_a_hundred_times_better_than_the_bound() -> None:
         assert error.max() < BOUND / 50
 
 
+def pair_rel_l2(ours: torch.Tensor, theirs: torch.Tensor, known: int) -> tuple[FloatArray, FloatArray]:
+    """Relative L2 of each row of [n, R, W] to the same row of [m, R, W], and the latter's norms, by `pair_sums`."""
+    states = torch.cat([ours, theirs])
+    differences = squares(ours[2 - known :] - theirs[:known]) if known else squares(ours[:0])
+    dots = ours.new_empty(ours.shape[1], runs_of(ours.shape[2])[0], len(ours), len(theirs))
+    run_dots(ours, theirs, dots)
+    total = dots.sum(1, dtype=torch.float64).permute(1, 2, 0)
+    sums = pair_sums(squares(states), total, differences, states.__getitem__)
+    theirs_sq = sums.theirs_sq.unsqueeze(0).expand_as(sums.difference_sq)
+    return numpy64(root_ratio(sums.difference_sq, theirs_sq)), numpy64(sums.theirs_sq.sqrt())
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
 @pytest.mark.parametrize("width", [7, 96, 256, 600, 7168])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", CASES, ids=lambda f: f.__name__)
-def test_pairs_are_as_accurate_as_stated(make: Make, dtype: torch.dtype, width: int) -> None:
+def test_pairs_are_as_accurate_as_stated(make: Make, dtype: torch.dtype, width: int, known: int) -> None:
     a, b = stored(make, dtype, 5, width)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ours = torch.zeros(2, 5, padded(width), dtype=wide)
@@ -142,7 +167,7 @@ def test_pairs_are_as_accurate_as_stated(make: Make, dtype: torch.dtype, width: 
     for side, tensors in ((ours, (a, b)), (theirs, (b, a, a.roll(1, 0)))):
         for i, tensor in enumerate(tensors):
             side[i, :, :width] = tensor
-    found, norms = pair_rel_l2(ours, theirs)
+    found, norms = pair_rel_l2(ours, theirs, known)
     assert found.shape == (2, 3, 5)
     np.testing.assert_allclose(norms, theirs.double().norm(dim=-1), rtol=BOUND)
     for i in range(2):
@@ -160,7 +185,7 @@ def test_equal_tensors_have_no_distance_and_one_changed_bit_has_some() -> None:
     a = torch.randn(4, 512)
     b = a.clone()
     b.view(torch.int32)[2, 99] ^= 1
-    found, _ = pair_rel_l2(a.unsqueeze(0), torch.stack([a, b]))
+    found, _ = pair_rel_l2(a.unsqueeze(0), torch.stack([a, b]), known=0)
     assert (found[0, 0] == 0).all()
     assert (found[0, 1] != 0).tolist() == [False, False, True, False]
 
@@ -174,7 +199,7 @@ def test_one_value_that_is_no_number_spoils_its_own_row_only(bad: float) -> None
     np.testing.assert_allclose(sums.training_sq, clean.training_sq, rtol=BOUND)
     wide = torch.zeros(2, 6, padded(300))
     wide[0, :, :300], wide[1, :, :300] = a, b
-    found, _ = pair_rel_l2(wide[:1], wide[1:])
+    found, _ = pair_rel_l2(wide[:1], wide[1:], known=0)
     assert (~np.isfinite(found[0, 0])).tolist() == [i == 3 for i in range(6)]
 
 

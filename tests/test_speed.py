@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,9 +24,9 @@ from eagle_parity.diagnosis.steps import row_factors, step_sums
 from eagle_parity.diagnosis.study import study
 from eagle_parity.dump import open_dump
 from eagle_parity.errors import InputError
-from eagle_parity.metrics.paired import CENTRED, NO_MASSIVE, PLAIN, exactly, lost, paired_sums, pairing
-from eagle_parity.metrics.pairs import padded
-from eagle_parity.metrics.threads import spread, workers
+from eagle_parity.metrics.distances import padded
+from eagle_parity.metrics.paired import CENTRED, NO_MASSIVE, PLAIN, add_tile, paired_sums, pairing, run_sums
+from eagle_parity.metrics.threads import one_thread, scratch, spread, workers
 from eagle_parity.records import Report
 from eagle_parity.report import to_json
 from eagle_parity.tensorfile import open_tensorfile
@@ -46,7 +48,7 @@ def report(sides: tuple[Path, Path], step: Callable[[float], None] | None = None
     return diagnose(study(open_dump(sides[0]), open_dump(sides[1]), step=step))
 
 
-@pytest.mark.parametrize("threads", ["2", "4"])
+@pytest.mark.parametrize("threads", ["2", "3"])
 def test_threads_change_nothing(threads: str, sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = to_json(report(sides))
@@ -102,12 +104,34 @@ def test_spread_keeps_the_order_and_ends_with_the_first_error(monkeypatch: pytes
         assert torch.get_num_threads() == 1
         if number == 3:
             raise ValueError
+        time.sleep(1e-4)
         return number * number
 
-    assert list(spread(work, range(3))) == [0, 1, 4]
-    with pytest.raises(ValueError):
-        list(spread(work, range(3, 10_000)))
+    with one_thread():
+        assert list(spread(work, range(3))) == [0, 1, 4]
+        with pytest.raises(ValueError):
+            list(spread(work, range(3, 10_000)))
     assert len(begun) < 10_000
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_scratch_memory_is_a_threads_own_and_given_again(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr("eagle_parity.metrics.threads.os.sched_getaffinity", lambda _: range(2), raising=False)
+    together = threading.Barrier(int(threads))
+
+    def work(number: int) -> bool:
+        first, other = scratch("a", (2, 3), torch.float32), scratch("b", (2, 3), torch.float32)
+        first.fill_(number)
+        other.fill_(-1)
+        if number < int(threads):
+            together.wait()  # each thread has one now
+        return bool((first == number).all()) and scratch("a", (3,), torch.float64).data_ptr() == first.data_ptr()
+
+    with one_thread():
+        assert all(spread(work, range(20)))
+    apart = [scratch("a", (3,), torch.float32) for _ in range(2)]
+    assert apart[0].data_ptr() != apart[1].data_ptr()
 
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -140,9 +164,10 @@ def test_sums_of_pairs_are_as_accurate_as_stated(make: Make, dtype: torch.dtype,
     states = torch.zeros(3, 5, padded(width), dtype=wide)
     for place, tensor in zip(states, (a, b, a.roll(1, 0)), strict=True):
         place[:, :width] = tensor
-    _, sums = paired_sums(states, 1, pairs)
-    again = lost(sums)[0]
-    sums[:, :, 0, again] = exactly(a[again], b[again], pairs, 0)
+    runs = run_sums(1, 2, 5, pairs)
+    for part in (slice(0, 2), slice(2, 5)):
+        add_tile(states[:, part].contiguous(), 1, pairs, runs, part)
+    _, sums = paired_sums(runs, pairs, (a, b, a.roll(1, 0)).__getitem__)
     keep = torch.arange(width) != 0
     x, y = a.double(), b.double()
     variants = {

@@ -39,6 +39,12 @@ Filler: TypeAlias = Callable[[int, memoryview], None]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def bytes_of(rows: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    data: memoryview = rows.view(-1).view(torch.uint8).numpy().data
+    return data
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors spelling of a dtype; InputError for one that the format lacks."""
     try:
@@ -73,7 +79,7 @@ class TensorFile:
     def read_into(self, name: str, begin: int, buffer: torch.Tensor) -> None:
         """Fill a contiguous buffer of the tensor's dtype with the rows from `begin` on."""
         if buffer.numel():
-            self.filler(name)(begin, buffer.view(-1).view(torch.uint8).numpy().data)
+            self.filler(name)(begin, bytes_of(buffer))
 
     def filler(self, name: str) -> Filler:
         """What fills bytes with the tensor's rows from a number on. Any number of threads may call it."""
@@ -158,10 +164,10 @@ class TensorFileWriter:
             raise ValueError(f"{name}: rows {begin}..{begin + rows.shape[0]} are beyond {entry.shape[0]}")
         if rows.numel() == 0:
             return
-        data = rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        data = bytes_of(rows.detach().cpu().contiguous())
         with disk_errors(self.path):
             self._file.seek(entry.offset + begin * entry.row_bytes)
-            self._file.write(data.data)
+            self._file.write(data)
 
     def close(self) -> None:
         """Flush to disk."""

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import pairwise
 
+import numpy as np
 import torch
 
-from eagle_parity.alignment.views import View, blocks
+from eagle_parity.alignment.views import View, blocks, widened_rows
 from eagle_parity.metrics.channels import ChannelSums, channel_sums
-from eagle_parity.metrics.distances import widened
-from eagle_parity.metrics.threads import one_thread, spread
+from eagle_parity.metrics.distances import difference_sums, numpy64
+from eagle_parity.metrics.distribution import median
 from eagle_parity.records import IntArray
 
-K = TypeVar("K")
+SAMPLE_BYTES = 4 * 2**20  # of float32 rows summed at once: usually all that a channel is learnt from
 
 
 def channels_of(view: View, rows: IntArray) -> ChannelSums:
     """What the channels of a tensor are like on some token rows."""
     sums = ChannelSums(view.width)
-    for block in blocks(len(rows), view.width):
-        sums.add(channel_sums(widened(view.read(rows[block]))))
+    for block in blocks(len(rows), view.width, SAMPLE_BYTES):
+        sums.add(channel_sums(widened_rows(view, rows[block], "theirs")))
     return sums
 
 
-@one_thread()
-def channels_of_all(views: Mapping[K, View], rows: IntArray) -> dict[K, ChannelSums]:
-    """The same of several tensors."""
-    return dict(zip(views, spread(lambda view: channels_of(view, rows), views.values()), strict=True))
+@dataclass(frozen=True)
+class Sample:
+    """What some token rows say of a tensor."""
+
+    channels: ChannelSums
+    apart: float
+    """Median relative L2 of two tokens' states, without the tensor's massive channels; NaN where they are the same."""
+
+
+def sample_of(view: View, rows: IntArray) -> Sample:
+    """Look at some token rows of a tensor, all of them at once."""
+    states = widened_rows(view, rows, "theirs")
+    channels = ChannelSums(view.width)
+    channels.add(channel_sums(states))
+    states.index_fill_(1, channels.massive(), 0)
+    half = len(states) // 2
+    *lengths, away = numpy64(difference_sums(states[:half], states[half : 2 * half]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Sample(channels, median(np.sqrt(away / np.stack(lengths)).ravel()))
 
 
 def massive_channels(boundaries: Iterable[ChannelSums], hidden: int | None) -> torch.Tensor:
@@ -42,43 +58,13 @@ def massive_channels(boundaries: Iterable[ChannelSums], hidden: int | None) -> t
     return torch.tensor(sorted(massive), dtype=torch.int64)
 
 
-def ordinary_channels(massive: torch.Tensor, hidden: int | None) -> torch.Tensor | None:
-    """Indexes of the other channels; None where all are ordinary."""
-    return None if hidden is None or len(massive) == 0 else complement(massive, hidden)
+def without(rows: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """[rows, W] but for some channels, ascending. They are few, so copying what lies between them is quick."""
+    ends = [-1, *channels.tolist(), rows.shape[1]]
+    return torch.cat([rows[:, begin + 1 : end] for begin, end in pairwise(ends)], 1)
 
 
-def complement(channels: torch.Tensor | None, hidden: int | None) -> torch.Tensor:
-    """Indexes of the channels that are not among these, ascending; none where these are all, said by None."""
-    left = torch.ones(0 if channels is None or hidden is None else hidden, dtype=torch.bool)
-    if channels is not None and hidden is not None:
-        left[channels] = False
-    return left.nonzero().flatten()
-
-
-@dataclass(frozen=True)
-class Selected:
-    """A view of some channels of another."""
-
-    view: View
-    channels: torch.Tensor
-
-    @property
-    def width(self) -> int:
-        """How many channels."""
-        return len(self.channels)
-
-    def read(self, rows: IntArray) -> torch.Tensor:
-        """Token rows, [len(rows), width]."""
-        return take(self.view.read(rows), self.channels)
-
-
-def take(rows: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """Some channels of [rows, W], ascending. Those left out are few, so copying what lies between them is quick."""
-    cuts = (channels.diff() != 1).nonzero().flatten() + 1
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in channels.tensor_split(cuts) if len(run)]
-    return torch.cat([rows[:, begin:end] for begin, end in runs], 1) if runs else rows[:, :0]
-
-
-def select(view: View, channels: torch.Tensor | None, hidden: int | None) -> View:
-    """The view without massive channels; itself where there are none, or where it is no whole state."""
-    return view if channels is None or view.width != hidden else Selected(view, channels)
+def ordinary_rows(view: View, rows: IntArray, massive: torch.Tensor, hidden: int | None, name: str) -> torch.Tensor:
+    """`widened_rows`, in whole states with massive channels zero."""
+    states = widened_rows(view, rows, name)
+    return states.index_fill_(1, massive, 0) if view.width == hidden else states

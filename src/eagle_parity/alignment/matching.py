@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle_parity.alignment.channels import channels_of
-from eagle_parity.alignment.measuring import Measured, Side, measure
+from eagle_parity.alignment.channels import channels_of, ordinary_rows
+from eagle_parity.alignment.measuring import Measured, Side, begin_measuring
 from eagle_parity.alignment.views import RankView, View, blocks, rank_view
 from eagle_parity.metrics.channels import ChannelSums
 from eagle_parity.metrics.distances import FloatArray, RowSums, angle, numpy64, row_sums
@@ -20,9 +20,9 @@ from eagle_parity.metrics.paired import pairing
 from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, boundary_name
 
-PAIRS_BYTES = 8 * 2**20  # of float32 rows of all tensors together: what a core's caches hold
 RUN_ROWS = 8
 SAMPLE_ROWS = 128  # rows that tell what a channel is like
+NO_CHANNELS = torch.empty(0, dtype=torch.int64)
 LUCK = 0.01  # p-value above which best and runner-up cannot be told apart
 
 
@@ -149,70 +149,124 @@ def match(
     boundaries: Mapping[Boundary, View],
     serving_rows: IntArray,
     training_rows: IntArray,
-    step: Callable[[int], None] | None = None,
     *,
     references: References | None = None,
-    left_out: torch.Tensor | None = None,
+    left_out: torch.Tensor = NO_CHANNELS,
     hidden: int | None = None,
 ) -> dict[str, Match]:
     """Distances of each serving tensor to each boundary of its own width, in one pass over the aligned rows.
 
     `references`: what to measure with all metrics besides. `left_out`: channels of `hidden`-wide tensors that distances
-    leave out. `step` is called with the number of rows done, for a progress bar.
+    leave out.
     """
-    found: dict[str, Match] = {}
+    rows = serving_rows, training_rows
+    return begin_match(serving, boundaries, *rows, references=references, left_out=left_out, hidden=hidden)()
+
+
+def begin_match(
+    serving: Mapping[str, View],
+    boundaries: Mapping[Boundary, View],
+    serving_rows: IntArray,
+    training_rows: IntArray,
+    step: Callable[[int], None] | None = None,
+    *,
+    references: References | None = None,
+    left_out: torch.Tensor = NO_CHANNELS,
+    hidden: int | None = None,
+) -> Callable[[], dict[str, Match]]:
+    """The same, begun at once (see `threads.start`). `step` is called with the number of rows done."""
     asked = References({}, {}, {}) if references is None else references
+    found: dict[str, Match] = {}
+    begun: list[Callable[[], dict[str, Match]]] = []
     for width in sorted({view.width for view in serving.values()}):
-        names = [name for name, view in serving.items() if view.width == width]
-        stored = [boundary for boundary, view in boundaries.items() if view.width == width]
-        if not stored or len(serving_rows) == 0:
-            found.update(dict.fromkeys(names, Match({})))
-            continue
-        # The tensors that are compared come first, and their boundaries in the same order: pairs lie side by side.
-        paired = [name for name in names if asked.boundaries.get(name) in stored]
-        wanted = [asked.boundaries[name] for name in paired]
-        ours = [*paired, *(name for name in names if name not in paired)]
-        theirs = [*wanted, *(boundary for boundary in stored if boundary not in wanted)]
-        means = [*(asked.ours[name].mean() for name in paired), *(asked.theirs[k].mean() for k in wanted)]
-        measured = measure(
-            Side([serving[name] for name in ours], serving_rows),
-            Side([boundaries[boundary] for boundary in theirs], training_rows),
-            partial(
-                pairing,
-                torch.stack(means).view(2, -1, width) if means else torch.zeros(2, 0, width),
-                [asked.theirs[boundary].massive() for boundary in wanted],
-                left_out if left_out is not None and width == hidden else torch.zeros(0, dtype=torch.int64),
-            ),
-            PAIRS_BYTES,
-            step,
-        )
-        norms = {boundary: measured.norms[theirs.index(boundary)] for boundary in stored}
-        for i, name in enumerate(ours):
-            distances = {boundary: measured.rel_l2[i, theirs.index(boundary)] for boundary in stored}
-            found[name] = Match(distances, norms, _comparison(measured, i) if i < len(paired) else None)
+        ours = {name: view for name, view in serving.items() if view.width == width}
+        theirs = {boundary: view for boundary, view in boundaries.items() if view.width == width}
+        if not theirs or len(serving_rows) == 0:
+            found.update(dict.fromkeys(ours, Match({})))
+        else:
+            massive = left_out if width == hidden else NO_CHANNELS
+            begun.append(_begin(ours, theirs, serving_rows, training_rows, step, asked, massive))
+    return lambda: found | {name: matched for results in begun for name, matched in results().items()}
+
+
+def _begin(
+    serving: Mapping[str, View],
+    boundaries: Mapping[Boundary, View],
+    serving_rows: IntArray,
+    training_rows: IntArray,
+    step: Callable[[int], None] | None,
+    asked: References,
+    massive: torch.Tensor,
+) -> Callable[[], dict[str, Match]]:
+    """The match of tensors that are all of one width."""
+    # The tensors that are compared come last, and their boundaries first in the same order: pairs lie side by side.
+    paired = [name for name in serving if asked.boundaries.get(name) in boundaries]
+    wanted = [asked.boundaries[name] for name in paired]
+    ours = [*(name for name in serving if name not in paired), *paired]
+    theirs = [*wanted, *(boundary for boundary in boundaries if boundary not in wanted)]
+    means = [*(asked.ours[name].mean() for name in paired), *(asked.theirs[k].mean() for k in wanted)]
+    width = next(iter(boundaries.values())).width
+    measuring = begin_measuring(
+        Side([serving[name] for name in ours], serving_rows),
+        Side([boundaries[boundary] for boundary in theirs], training_rows),
+        partial(
+            pairing,
+            torch.stack(means).view(2, len(paired), width) if means else torch.zeros(2, 0, width),
+            [asked.theirs[boundary].massive() for boundary in wanted],
+            massive,
+        ),
+        step,
+    )
+
+    def found() -> dict[str, Match]:
+        measured = measuring()
+        places = {boundary: theirs.index(boundary) for boundary in boundaries}
+        norms = {boundary: measured.norms[j] for boundary, j in places.items()}
+        comparisons = dict(zip(paired, _comparisons(measured), strict=True))
+        return {
+            name: Match(
+                {boundary: measured.rel_l2[i, j] for boundary, j in places.items()}, norms, comparisons.get(name)
+            )
+            for i, name in enumerate(ours)
+        }
+
     return found
 
 
-def _comparison(measured: Measured, pair: int) -> Comparison:
-    plain, centred, no_massive = torch.from_numpy(measured.sums[:, :, pair])
+def _comparisons(measured: Measured) -> list[Comparison]:
+    """Of each pair."""
+    plain, centred, no_massive = torch.from_numpy(measured.sums)
     sums = RowSums(serving_sq=plain[0], training_sq=plain[1], dot=plain[2], difference_sq=plain[3])
-    return Comparison(
-        cosine=numpy64(sums.cosine()),
-        rel_l2=numpy64(sums.rel_l2()),
-        norm_ratio=numpy64(sums.norm_ratio()),
-        cosine_no_massive=numpy64(angle(no_massive[2], no_massive[0], no_massive[1])),
-        cosine_centred=numpy64(angle(centred[2], centred[0], centred[1])),
+    each = zip(
+        numpy64(sums.cosine()),
+        numpy64(sums.rel_l2()),
+        numpy64(sums.norm_ratio()),
+        numpy64(angle(no_massive[2], no_massive[0], no_massive[1])),
+        numpy64(angle(centred[2], centred[0], centred[1])),
+        strict=True,
     )
+    return [Comparison(*columns) for columns in each]
 
 
 @one_thread()
 def sums(
-    serving: View, training: View, serving_rows: IntArray, training_rows: IntArray, channels: slice = slice(None)
+    serving: View,
+    training: View,
+    serving_rows: IntArray,
+    training_rows: IntArray,
+    channels: slice = slice(None),
+    massive: torch.Tensor = NO_CHANNELS,
+    hidden: int | None = None,
 ) -> RowSums:
-    """Sums of one tensor with some of another's channels on paired rows."""
+    """Sums of one tensor with some of another's channels on paired rows.
+
+    `massive`: channels of tensors of `hidden` channels that are left out.
+    """
     found = RowSums(*torch.empty(4, len(serving_rows), dtype=torch.float64))
     for block in blocks(len(serving_rows), training.width):
-        part = row_sums(serving.read(serving_rows[block]), training.read(training_rows[block])[:, channels])
+        ours = ordinary_rows(serving, serving_rows[block], massive, hidden, "states")
+        theirs = ordinary_rows(training, training_rows[block], massive, hidden, "theirs")
+        part = row_sums(ours, theirs[:, channels])
         for name in ("dot", "serving_sq", "training_sq", "difference_sq"):
             getattr(found, name)[block] = getattr(part, name)
     return found

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from eagle_parity.alignment.views import RankView, View
 from eagle_parity.alignment.views import spans as spans_of
-from eagle_parity.metrics.distances import FloatArray, numpy64, root_ratio
-from eagle_parity.metrics.paired import Pairing, exactly, lost, paired_sums
-from eagle_parity.metrics.pairs import padded
-from eagle_parity.metrics.threads import spread
+from eagle_parity.metrics.distances import FloatArray, numpy64, padded, root_ratio, runs_of
+from eagle_parity.metrics.paired import Pairing, add_tile, paired_sums, run_sums
+from eagle_parity.metrics.threads import scratch, start
 from eagle_parity.records import IntArray
+from eagle_parity.tensorfile import bytes_of
+
+STORED_BYTES = 8 * 2**20  # of a block as it is stored: the fewer calls read it, the less threads wait for each other
+WIDE_BYTES = 4 * 2**20  # of the rows of all tensors that are widened at once: what a core's caches hold
 
 
 @dataclass(frozen=True)
@@ -39,28 +42,32 @@ class Measured:
     it is not plain)."""
 
 
-def measure(
+def begin_measuring(
     ours: Side,
     theirs: Side,
     pairs: Callable[[torch.dtype], Pairing],
-    size: int,
     step: Callable[[int], None] | None = None,
-) -> Measured:
-    """Measure every tensor of ours against every one of theirs, and the pairs that come first on both sides.
+) -> Callable[[], Measured]:
+    """Measure every tensor of ours against every one of theirs, and the pairs: the last of ours, the first of theirs.
 
-    `pairs` makes the pairing for the dtype that sums are formed in. `size`: bytes of a block in float32. `step` is
+    It begins at once (see `threads.start`). `pairs` makes the pairing for the dtype that sums are formed in. `step` is
     called with the number of rows done.
     """
-    blocks = _Blocks(ours, theirs, pairs)
-    spans = blocks.reader.blocks(size)
-    for (begin, end), _ in zip(spans, spread(blocks.work, spans), strict=True):
-        if step is not None:
-            step(end - begin)
-    return Measured(blocks.rel_l2, blocks.norms, blocks.sums)
+    work = _Work(ours, theirs, pairs)
+    blocks = work.reader.blocks()
+    measured = start(work.measure, blocks)
+
+    def found() -> Measured:
+        for (first, last), _ in zip(blocks, measured(), strict=True):
+            if step is not None:
+                step(last - first)
+        return Measured(work.rel_l2, work.norms, work.sums)
+
+    return found
 
 
-class _Blocks:
-    """The pass: blocks of rows may be worked on in any order, by several threads."""
+class _Work:
+    """The pass: blocks of rows may be measured in any order, by several threads."""
 
     def __init__(self, ours: Side, theirs: Side, pairs: Callable[[torch.dtype], Pairing]) -> None:
         self.reader = Reader((ours, theirs))
@@ -70,19 +77,30 @@ class _Blocks:
         self.norms = np.empty((m, count))
         self.sums = np.empty((3, 4, self._pairs.count, count))
 
-    def work(self, block: tuple[int, int]) -> None:
+    def measure(self, block: tuple[int, int]) -> None:
         """Measure the rows [begin, end)."""
-        n, rows = len(self.rel_l2), slice(*block)
-        states = self.reader.read(*block)
-        found, sums = paired_sums(states, n, self._pairs)
+        rows, (n, m, _) = slice(*block), self.rel_l2.shape
+        runs = run_sums(n, m, rows.stop - rows.start, self._pairs)
+        stored = self.reader.read(*block)
+        for part, states in self.reader.widen(stored):
+            add_tile(states, n, self._pairs, runs, part)
+        found, sums = paired_sums(runs, self._pairs, stored.tensor)
         theirs_sq = found.theirs_sq.unsqueeze(0).expand_as(found.difference_sq)
         self.rel_l2[..., rows] = numpy64(root_ratio(found.difference_sq, theirs_sq))
         self.norms[:, rows] = numpy64(found.theirs_sq.sqrt())
-        again = lost(sums)
-        for p in again.any(-1).nonzero().flatten().tolist():
-            index = block[0] + again[p].nonzero().flatten().numpy()
-            sums[:, :, p, again[p]] = exactly(*self.reader.stored(p, index), self._pairs, p)
         self.sums[..., rows] = numpy64(sums)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rows of all tensors as they are stored."""
+
+    groups: list[tuple[slice, torch.Tensor]]
+    """Tensors of one dtype that follow each other: which these are, and [tensors, rows, W]."""
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The rows of one tensor, [rows, W]."""
+        return next(block[number - some.start] for some, block in self.groups if number < some.stop)
 
 
 class Reader:
@@ -91,64 +109,60 @@ class Reader:
     def __init__(self, sides: tuple[Side, Side]) -> None:
         self._sides = sides
         self._width = sides[0].views[0].width
-        self._tensors = sum(len(side.views) for side in sides)
-        self._scratch = _Scratch()
-        self._dtypes = [_dtypes(side) for side in sides]
-        self.dtype = torch.float64 if any(torch.float64 in some for some in self._dtypes) else torch.float32
+        self._dtypes = [_dtype(view, side) for side in sides for view in side.views]
+        self.dtype = torch.float64 if torch.float64 in self._dtypes else torch.float32
 
-    def blocks(self, size: int) -> list[tuple[int, int]]:
-        """Blocks of rows, [begin, end) each, of at most `size` bytes in float32 or else of one row."""
-        count, step = len(self._sides[0].rows), max(1, size // (4 * padded(self._width) * self._tensors))
+    @property
+    def runs(self) -> int:
+        """How many runs of channels a widened row has."""
+        return runs_of(padded(self._width))[0]
+
+    @property
+    def _step(self) -> int:
+        """How many rows are widened at once."""
+        return max(1, WIDE_BYTES // (self.dtype.itemsize * padded(self._width) * len(self._dtypes)))
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Blocks of rows, [begin, end) each: what a thread reads at once."""
+        row = self._width * sum(dtype.itemsize for dtype in self._dtypes)
+        count, step = len(self._sides[0].rows), self._step * max(1, STORED_BYTES // max(row, 1) // self._step)
         return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """Rows of all tensors in `dtype`, [tensors, rows, padded W].
+    def read(self, begin: int, end: int) -> Stored:
+        """The rows [begin, end) of all tensors as they are stored.
 
-        The memory is the thread's own and is read into again by its next call.
+        The memory is the thread's own and is written to again by its next call, like that of `widen`.
         """
-        states = self._scratch.states(self._tensors, end - begin, padded(self._width), self.dtype)
-        places = iter(states[..., : self._width])
+        groups, first = [], 0
+        for dtype, same in groupby(self._dtypes):
+            last = first + len(list(same))
+            shape = last - first, end - begin, self._width
+            groups.append((slice(first, last), scratch(f"stored {first}", shape, dtype)))
+            first = last
+        places = (place for _, block in groups for place in block)
         for side in self._sides:
             rows = side.rows[begin:end]
             common = spans_of(rows)
             for view, place in zip(side.views, places, strict=False):
-                if not isinstance(view, RankView):
+                if isinstance(view, RankView):
+                    view.fill(common if view.index is None else view.spans(rows), bytes_of(place))
+                else:
                     place.copy_(view.read(rows))
-                    continue
-                # Through a small block that stays in the core's own cache.
-                stored, data = self._scratch.stored(len(rows), self._width, view.dtype)
-                view.fill(common if view.index is None else view.spans(rows), data)
-                place.copy_(stored)
-        return states
+        return Stored(groups)
 
-    def stored(self, pair: int, index: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows (indexes into those of the sides) of both sides' tensors of a number, as they are stored."""
-        ours, theirs = (side.views[pair].read(side.rows[index]) for side in self._sides)
-        return ours, theirs
-
-
-def _dtypes(side: Side) -> set[torch.dtype]:
-    """What the tensors of a side are stored in."""
-    return {view.dtype if isinstance(view, RankView) else view.read(side.rows[:1]).dtype for view in side.views}
+    def widen(self, stored: Stored) -> Iterator[tuple[slice, torch.Tensor]]:
+        """A few rows at a time of what was read: which, and all tensors in `dtype`, [tensors, few, padded W]."""
+        count = stored.groups[0][1].shape[1]
+        for begin in range(0, count, self._step):
+            rows = slice(begin, min(begin + self._step, count))
+            shape = len(self._dtypes), rows.stop - begin, padded(self._width)
+            states = scratch("states", shape, self.dtype)
+            states[..., self._width :] = 0
+            for some, block in stored.groups:
+                states[some, :, : self._width].copy_(block[:, rows])
+            yield rows, states
 
 
-class _Scratch(threading.local):
-    """A thread's memory for a block: fresh memory would cost as much as the sums."""
-
-    def __init__(self) -> None:
-        self._states = torch.empty(0)
-        self._stored: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, memoryview]] = {}
-
-    def states(self, tensors: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[tensors, rows, width], the padding zero."""
-        if self._states.shape != (tensors, rows, width):
-            self._states = torch.zeros(tensors, rows, width, dtype=dtype)
-        return self._states
-
-    def stored(self, rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
-        """Memory for the rows of a tensor as they are stored, [rows, width], and the same as bytes."""
-        key = rows, width, dtype
-        if key not in self._stored:
-            memory = torch.empty(rows, width, dtype=dtype)
-            self._stored[key] = memory, memory.view(-1).view(torch.uint8).numpy().data
-        return self._stored[key]
+def _dtype(view: View, side: Side) -> torch.dtype:
+    """What a tensor is stored in, or rebuilt in."""
+    return view.dtype if isinstance(view, RankView) else view.read(side.rows[:1]).dtype

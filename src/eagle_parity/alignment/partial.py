@@ -45,17 +45,17 @@ def find_partial_sum(
     training_rows: IntArray,
     limits: Mapping[Boundary, float],
     expected: Boundary | None,
-    channels: torch.Tensor | None = None,
+    massive: torch.Tensor,
 ) -> PartialSum | None:
     """Look for a boundary that the ranks' tensors are parts of, the expected one first.
 
     `limits` holds, per boundary, the relative L2 up to which two tensors count as the same. Rows: the same number on
-    both sides. `channels`: indexes of those to look at. A sum that is the truth is proof; without one the residual
+    both sides. `massive`: indexes of channels to leave out. A sum that is the truth is proof; without one the residual
     estimate decides.
     """
 
     def seen(rows: torch.Tensor) -> torch.Tensor:
-        return rows.float() if channels is None else rows.float()[:, channels]
+        return rows.float().index_fill(1, massive, 0)
 
     candidates = sorted((b for b in boundaries if boundaries[b].width == views[0].width), key=lambda b: b != expected)
     parts = torch.stack([seen(view.read(serving_rows)) for view in views])

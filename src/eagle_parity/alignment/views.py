@@ -10,8 +10,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from eagle_parity.metrics.distances import widened
+from eagle_parity.metrics.threads import scratch
 from eagle_parity.records import Capture, IntArray
-from eagle_parity.tensorfile import DTYPES, Filler
+from eagle_parity.tensorfile import DTYPES, Filler, bytes_of
 
 BLOCK_BYTES = 2**20  # of float32 rows: the blocks that belong to one sum fit in a core's cache
 
@@ -46,13 +48,12 @@ class RankView:
     def read(self, rows: IntArray) -> torch.Tensor:
         """Token rows, [len(rows), W]. The rank must hold them (see `holds`)."""
         out = torch.empty((len(rows), self.width), dtype=self.dtype)
-        if out.numel():
-            self.fill(self.spans(rows), out.view(-1).view(torch.uint8).numpy().data)
+        self.fill(self.spans(rows), bytes_of(out))
         return out
 
     def fill(self, stored: Iterable[tuple[int, int]], into: memoryview) -> None:
         """Fill bytes with spans of stored rows, one after the other."""
-        size, at = self.width * self.dtype.itemsize, 0
+        size, at = self.row_bytes, 0
         for begin, end in stored:
             self._filler(begin, into[at : at + (end - begin) * size])
             at += (end - begin) * size
@@ -65,9 +66,9 @@ class RankView:
             return filler
 
         def fill(begin: int, into: memoryview) -> None:
-            size = self.width * self.dtype.itemsize
+            size = self.row_bytes
             rows = self.capture.read(self.rank, self.name, begin, begin + (len(into) // size if size else 0))
-            into[:] = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+            into[:] = bytes_of(rows.contiguous())
 
         return fill
 
@@ -79,6 +80,11 @@ class RankView:
     def dtype(self) -> torch.dtype:
         """The dtype that it is stored in."""
         return DTYPES[self.capture.spec(self.rank, self.name).dtype]
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row."""
+        return self.width * self.dtype.itemsize
 
     def holds(self, rows: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which of the token rows the rank holds."""
@@ -95,6 +101,16 @@ def rank_view(capture: Capture, rank: int, name: str) -> RankView:
         index = np.full(len(capture.tokens.token_ids), -1, dtype=np.int64)
         index[rows] = np.arange(len(rows))
     return RankView(capture, rank, name, capture.spec(rank, name).width, index)
+
+
+def widened_rows(view: View, rows: IntArray, name: str) -> torch.Tensor:
+    """Token rows in float32 (float64 if stored so), [len(rows), W], in the thread's `scratch` memory of this name."""
+    if not isinstance(view, RankView):
+        return widened(view.read(rows))
+    shape = len(rows), view.width
+    stored = scratch("stored 0", shape, view.dtype)
+    view.fill(view.spans(rows), bytes_of(stored))
+    return scratch(name, shape, torch.float64 if view.dtype == torch.float64 else torch.float32).copy_(stored)
 
 
 class View(Protocol):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 
-from eagle_parity.alignment.channels import complement, take
+from eagle_parity.alignment.channels import without
 from eagle_parity.alignment.matching import Comparison, Match
 from eagle_parity.alignment.partial import PartialSum
 from eagle_parity.alignment.ranks import RankStudy
@@ -20,6 +21,8 @@ from eagle_parity.diagnosis.expectation import Expectation
 from eagle_parity.diagnosis.floor import Limit
 from eagle_parity.diagnosis.judgement import Judgement
 from eagle_parity.records import Boundary, Capture, IntArray, Layout, RankMetrics
+
+T = TypeVar("T")
 
 PROBE_ROWS = 128  # rows that tests take when they need several tensors in memory at once
 
@@ -78,7 +81,7 @@ class TensorCase:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A whole comparison. Compared and hashed by identity, so that rules may cache what they derive from one."""
+    """A whole comparison. Compared and hashed by identity: its fields hold arrays."""
 
     training: Capture
     serving: Capture
@@ -90,8 +93,8 @@ class Case:
     num_layers: int | None
     probe: IntArray
     """Indexes into the alignment of the rows that in-memory tests use."""
-    ordinary: torch.Tensor | None = None
-    """The channels that are massive in no boundary; None where all are ordinary. Matches leave the massive ones out."""
+    massive: torch.Tensor
+    """The channels that are massive in any boundary, ascending. Matches leave them out; the others are ordinary."""
     borrowed: Mapping[Boundary, str] = field(default_factory=dict)
     """Those of `boundaries` that the training side does not store, and the capture that they come from."""
     remarks: tuple[str, ...] = ()
@@ -109,13 +112,13 @@ class Case:
 
     def keep_ordinary(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, W] without the massive channels."""
-        if self.ordinary is None or rows.shape[1] != self.hidden_size:
+        if len(self.massive) == 0 or rows.shape[1] != self.hidden_size:
             return rows
         probed = self._recent.holder(rows)
         if probed is None:
-            return take(rows, self.ordinary)
+            return without(rows, self.massive)
         if probed.ordinary is None:
-            probed.ordinary = take(rows, self.ordinary)
+            probed.ordinary = without(rows, self.massive)
         return probed.ordinary
 
     def serving_rows(self, tensor: TensorCase) -> torch.Tensor:
@@ -132,13 +135,25 @@ class Case:
         return self._recent.get(boundary, lambda: view.read(self.alignment.training[self.probe]).float())
 
     @cached_property
-    def massive(self) -> torch.Tensor:
-        """The other channels."""
-        return complement(self.ordinary, self.hidden_size)
+    def _made(self) -> dict[Callable[[Case], Any], Any]:
+        return {}
 
     @cached_property
     def _recent(self) -> _Recent:
         return _Recent()
+
+
+def once(make: Callable[[Case], T]) -> Callable[[Case], T]:
+    """Decorator: what a function says of a case is made once, and kept as long as the case is."""
+
+    @wraps(make)
+    def made(case: Case) -> T:
+        if make not in case._made:
+            case._made[make] = make(case)
+        found: T = case._made[make]
+        return found
+
+    return made
 
 
 class _Probed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eagle_parity.alignment.channels import select
+from eagle_parity.alignment.channels import ordinary_rows
 from eagle_parity.alignment.matching import sample
 from eagle_parity.alignment.tokens import TokenAlignment
 from eagle_parity.alignment.views import RankView, View
@@ -48,17 +48,18 @@ def controls(
     view: View | None,
     reference: RankView,
     alignment: TokenAlignment,
-    ordinary: torch.Tensor | None,
+    massive: torch.Tensor,
     rolled: Rolled,
 ) -> tuple[float | None, float | None]:
     """Median distances of data that must not match: each row against another token's, and channels rolled by one."""
     if len(rolled.index) < MIN_ROWS:
         return None, None
-    truth = select(reference, ordinary, reference.width).read(alignment.training[rolled.index])
+    truth = ordinary_rows(reference, alignment.training[rolled.index], massive, reference.width, "theirs")
     ours = truth
     if view is not None:
-        ours = select(view, ordinary, reference.width).read(alignment.serving[rolled.index])
+        ours = ordinary_rows(view, alignment.serving[rolled.index], massive, reference.width, "states")
     dims = median(rel_l2(ours.roll(1, dims=-1), truth))
     if len(rolled.own) < MIN_ROWS:
         return None, dims
-    return median(rel_l2(ours[rolled.other], truth[rolled.own])), dims
+    own, other = (torch.from_numpy(rows) for rows in (rolled.own, rolled.other))
+    return median(rel_l2(ours.index_select(0, other), truth.index_select(0, own))), dims

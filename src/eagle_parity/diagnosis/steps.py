@@ -6,17 +6,16 @@ A rule that asked tensor by tensor would read each boundary three times and spen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from eagle_parity.alignment.matching import PAIRS_BYTES
 from eagle_parity.alignment.measuring import Reader, Side
-from eagle_parity.diagnosis.case import Case, TensorCase
-from eagle_parity.metrics.distances import TINY, FloatArray, numpy64, products, squares
-from eagle_parity.metrics.pairs import dot_products
-from eagle_parity.metrics.threads import one_thread, spread
+from eagle_parity.diagnosis.case import Case, TensorCase, once
+from eagle_parity.metrics.distances import TINY, FloatArray, run_products
+from eagle_parity.metrics.pairs import run_dots
+from eagle_parity.metrics.threads import one_thread, scratch, spread
 
 
 def step_sums(case: Case) -> Mapping[tuple[str, int, int], FloatArray]:
@@ -38,7 +37,7 @@ def row_factors(case: Case) -> Mapping[str, FloatArray]:
     return {} if found is None else found.factors
 
 
-@lru_cache(maxsize=1)
+@once
 @one_thread()
 def _measured(case: Case) -> _Pass | None:
     views = {b: view for b, view in case.boundaries.items() if isinstance(b, int) and b not in case.borrowed}
@@ -73,22 +72,30 @@ class _Pass:
         self._squares, self._errors = np.empty((2 * m - 1, count)), np.empty((n, count))
         self._steps, self._dots = np.empty((m - 1, count)), np.empty((n, 2 * m - 1, count))
         self._boundaries = m
-        for _ in spread(self._work, self._reader.blocks(PAIRS_BYTES // 2)):
+        for _ in spread(self._work, self._reader.blocks()):
             pass
 
     def _work(self, block: tuple[int, int]) -> None:
-        rows, m = slice(*block), self._boundaries
-        states = self._reader.read(*block)
-        states.index_fill_(2, self._massive, 0)
-        ours, theirs = states[:-m], states[-m:]
-        ends = torch.empty((2 * m - 1, *states.shape[1:]), dtype=states.dtype)
-        ends[:m] = theirs
-        torch.sub(theirs[1:], theirs[:-1], out=ends[m:])
-        for e, k in zip(ours, self._index, strict=True):
-            e -= theirs[k]
-        self._squares[:, rows], self._errors[:, rows] = numpy64(squares(ends)), numpy64(squares(ours))
-        self._steps[:, rows] = numpy64(products(theirs[:-1], ends[m:]))
-        self._dots[..., rows] = numpy64(dot_products(ours, ends))
+        n, m = len(self._names), self._boundaries
+        wide, count, runs = self._reader.dtype, block[1] - block[0], self._reader.runs
+        errors, ends_sq, steps = (torch.empty(k, count, runs, dtype=wide) for k in (n, 2 * m - 1, m - 1))
+        dots = torch.empty(count, runs, n, 2 * m - 1, dtype=wide)
+        for part, states in self._reader.widen(self._reader.read(*block)):
+            states.index_fill_(2, self._massive, 0)
+            ours, theirs = states[:n], states[n:]
+            ends = scratch("theirs", (2 * m - 1, *states.shape[1:]), wide)
+            ends[:m] = theirs
+            torch.sub(theirs[1:], theirs[:-1], out=ends[m:])
+            for e, k in zip(ours, self._index, strict=True):
+                e -= theirs[k]
+            run_products(ours, ours, errors[:, part])
+            run_products(ends, ends, ends_sq[:, part])
+            run_products(theirs[:-1], ends[m:], steps[:, part])
+            run_dots(ours, ends, dots[part])
+        rows = slice(*block)
+        for found, sums in ((self._errors, errors), (self._squares, ends_sq), (self._steps, steps)):
+            found[:, rows] = sums.sum(-1, dtype=torch.float64)
+        self._dots[..., rows] = dots.sum(1, dtype=torch.float64).permute(1, 2, 0)
 
     @cached_property
     def steps(self) -> dict[tuple[str, int, int], FloatArray]:

@@ -10,10 +10,9 @@ import torch
 
 from eagle_parity.alignment import matching
 from eagle_parity.alignment.borrowed import Borrowed, borrow, views_of
-from eagle_parity.alignment.channels import channels_of_all, massive_channels, ordinary_channels, select
-from eagle_parity.alignment.matching import Comparison, Match, References, sample
-from eagle_parity.alignment.partial import PartialSum, find_partial_sum
-from eagle_parity.alignment.ranks import RankStudy, study_all_ranks
+from eagle_parity.alignment.channels import channels_of, massive_channels, sample_of
+from eagle_parity.alignment.matching import Comparison, Match, References, begin_match, sample
+from eagle_parity.alignment.ranks import RankStudy, begin_ranks
 from eagle_parity.alignment.tokens import TokenAlignment, align
 from eagle_parity.alignment.views import RankView, View, rank_view
 from eagle_parity.diagnosis import floor as estimates
@@ -22,10 +21,10 @@ from eagle_parity.diagnosis.controls import Rolled, controls, roll_rows
 from eagle_parity.diagnosis.expectation import Expectation, expect
 from eagle_parity.diagnosis.floor import Limit
 from eagle_parity.diagnosis.judgement import judge, strata
+from eagle_parity.diagnosis.soundness import Boundaries, Sound
 from eagle_parity.errors import InputError, UsageError
-from eagle_parity.metrics.distances import numpy64, rel_l2, row_sums
-from eagle_parity.metrics.distribution import median
-from eagle_parity.metrics.threads import one_thread, spread
+from eagle_parity.metrics.distances import numpy64
+from eagle_parity.metrics.threads import one_thread
 from eagle_parity.records import (
     Boundary,
     Capture,
@@ -38,8 +37,7 @@ from eagle_parity.records import (
 )
 
 ALIKE = 0.5  # of the distance between two tokens' states, up to which two tensors may count as the same
-RANKS_SHARE = 0.6  # of the time that a comparison takes, for the progress bar
-FAR_NEARER = 0.3  # a sound rank's distance to its boundary, over the distance between ranks: at most this
+RANKS_SHARE = 0.3  # of the time that a comparison takes, for the progress bar
 
 
 @one_thread()
@@ -79,52 +77,49 @@ def study(
         if step is not None:
             step(share)
 
-    studies = study_all_ranks(serving, names, everything, hidden, lambda share: report(RANKS_SHARE * share))
+    ranks = begin_ranks(serving, names, everything, hidden, lambda share: report(RANKS_SHARE * share))
     probe = sample(len(alignment.serving), PROBE_ROWS)
-    channels = channels_of_all(views, alignment.training[probe])
+    samples = {boundary: sample_of(view, alignment.training[probe]) for boundary, view in views.items()}
+    channels = {boundary: found.channels for boundary, found in samples.items()}
     massive = massive_channels(channels.values(), hidden)
-    ordinary = ordinary_channels(massive, hidden)
+    # No limit may exceed half the distance between the states of two tokens, whatever the floor is said to be:
+    # otherwise rows of other tokens would pass where tokens are alike (deep layers, a large common part).
+    tops = {boundary: ALIKE * found.apart if found.apart > 0 else np.inf for boundary, found in samples.items()}
+    expected = {name: _expected(name, expectation) for name in names}
+
+    def begin_matches(
+        tensors: Mapping[str, View], step: Callable[[int], None] | None = None
+    ) -> Callable[[], dict[str, Match]]:
+        known = {name: b for name in tensors if (b := expected[name]) is not None and b in views}
+        ours = {name: channels_of(tensors[name], alignment.serving[probe]) for name in known}
+        rows = alignment.serving, alignment.training
+        references = References(known, ours, channels)
+        return begin_match(tensors, views, *rows, step, references=references, left_out=massive, hidden=hidden)
+
+    # Ranks are nearly always the same or nearly so: the first ones are matched while all of them are compared.
+    first = _first_ranks(serving, names, alignment.serving)
+    guessed = begin_matches(first, lambda rows: report((1 - RANKS_SHARE) * rows / len(alignment.serving)))
     rounding = {name: _roundoff(training, serving, name) for name in names}
-    tops = _tops(views, alignment.training[probe], ordinary, hidden)
     limits = {
         name: {b: min(estimates.estimated(b, layers, rounding[name]).limit, tops[b]) for b in views} for name in names
     }
-    expected = {name: _expected(name, expectation) for name in names}
-    torn = {name: _differing(studies[name], alignment, probe) for name in names}
-    parts = {
-        name: _partial(studies[name], views, alignment, torn[name], limits[name], expected[name], ordinary)
-        for name in names
-    }
-    sound = {
-        name: _sound_view(
-            studies[name], parts[name], views, alignment, torn[name], limits[name], expected[name], ordinary
-        )
-        for name in names
-    }
-    whole = {name: view for name, (view, _) in sound.items() if view is not None}
-    known = {name: b for name in whole if (b := expected[name]) is not None and b in views}
-    matches = matching.match(
-        whole,
-        views,
-        alignment.serving,
-        alignment.training,
-        lambda rows: report((1 - RANKS_SHARE) * rows / len(alignment.serving)),
-        references=References(
-            known, channels_of_all({name: whole[name] for name in known}, alignment.serving[probe]), channels
-        ),
-        left_out=massive,
-        hidden=hidden,
-    )
+    matches = guessed()
+    studies = ranks()
+    held_against = Boundaries(views, alignment, massive, probe)
+    sound = {name: held_against.sound(studies[name], limits[name], expected[name]) for name in names}
+    whole = {name: found.view for name, found in sound.items() if found.view is not None}
+    others = {name: view for name, view in whole.items() if not _same_view(view, first.get(name))}
+    matches |= begin_matches(others)()
     seen = alignment.serving[probe]
     matches = {
-        name: _fair(found, whole[name], expected[name], serving, borrowed, seen) for name, found in matches.items()
+        name: _fair(matches[name], view, expected[name], serving, borrowed, seen) for name, view in whole.items()
     }
     rolled = roll_rows(serving, alignment)
 
     def judged(name: str) -> TensorCase:
         match = matches.get(name, Match({}))
         limit = _limit(
-            training, serving, floors, name, expected[name], matches.get(name), rounding[name], layers, ordinary, hidden
+            training, serving, floors, name, expected[name], matches.get(name), rounding[name], layers, massive, hidden
         )
         held = expected[name] if expected[name] is not None else match.best
         if held in tops:
@@ -138,7 +133,6 @@ def study(
             name,
             borrowed,
             studies[name],
-            parts[name],
             sound[name],
             match,
             expected[name],
@@ -147,11 +141,11 @@ def study(
             views,
             serving,
             alignment,
-            ordinary,
+            massive,
             rolled,
         )
 
-    tensors = spread(judged, names)
+    tensors = [judged(name) for name in names]
     return Case(
         training,
         serving,
@@ -162,10 +156,25 @@ def study(
         hidden,
         layers,
         probe,
-        ordinary,
+        massive,
         {boundary: item.path for boundary, item in borrowed.items()},
         remarks,
     )
+
+
+def _first_ranks(serving: Capture, names: Sequence[str], rows: IntArray) -> dict[str, RankView]:
+    """Each tensor on the first rank that has it, where that holds all of the rows."""
+    found = {}
+    for name in names:
+        rank = next(rank for rank in serving.ranks if name in serving.names(rank))
+        view = rank_view(serving, rank, name)
+        if view.holds(rows).all():
+            found[name] = view
+    return found
+
+
+def _same_view(view: View, other: RankView | None) -> bool:
+    return isinstance(view, RankView) and other is not None and view.rank == other.rank
 
 
 def _fair(
@@ -193,26 +202,6 @@ def _fair(
         {b: values for b, values in found.norms.items() if b not in own},
         found.comparison,
     )
-
-
-def _tops(
-    views: Mapping[Boundary, RankView], rows: IntArray, ordinary: torch.Tensor | None, hidden: int | None
-) -> dict[Boundary, float]:
-    """What no limit may exceed: half the distance between the states of two tokens, whatever the floor is said to be.
-
-    Otherwise rows of other tokens would pass where tokens are alike (deep layers, a large common part).
-    """
-
-    def top(view: RankView) -> float:
-        states = select(view, ordinary, hidden).read(rows)
-        half = len(states) // 2
-        sums = row_sums(states[:half], states[half : 2 * half])
-        squares = (numpy64(sq) for sq in (sums.serving_sq, sums.training_sq))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            apart = median(np.concatenate([np.sqrt(numpy64(sums.difference_sq) / sq) for sq in squares]))
-        return ALIKE * apart if apart > 0 else np.inf
-
-    return dict(zip(views, spread(top, views.values()), strict=True))
 
 
 def check_sides(training: Capture, serving: Capture) -> None:
@@ -263,92 +252,6 @@ def _roundoff(training: Capture, serving: Capture, name: str) -> float:
     return estimates.roundoff(*pairs)
 
 
-def _differing(ranks: RankStudy, alignment: TokenAlignment, probe: IntArray) -> IntArray:
-    """The probe rows for questions about ranks: those where ranks differ, if only some do."""
-    if ranks.shape != "differ":
-        return probe
-    apart = np.max([spread.rel_l2[alignment.serving] != 0 for spread in ranks.spreads], axis=0)
-    rows = np.flatnonzero(apart)
-    return rows[sample(len(rows), PROBE_ROWS)] if len(rows) else probe
-
-
-def _partial(
-    ranks: RankStudy,
-    views: Mapping[Boundary, RankView],
-    alignment: TokenAlignment,
-    probe: IntArray,
-    limits: Mapping[Boundary, float],
-    expected: Boundary | None,
-    ordinary: torch.Tensor | None,
-) -> PartialSum | None:
-    """Whether ranks that all differ are parts of a sum. A rank that is some boundary by itself excludes it."""
-    if ranks.shape != "differ" or len(probe) == 0 or len(ranks.groups()) < len(ranks.views):
-        return None
-    ours, theirs = alignment.serving[probe], alignment.training[probe]
-    found = find_partial_sum(ranks.views, views, ours, theirs, limits, expected, ordinary)
-    # A stored residual proves it whatever a single rank looks like: the largest part alone can be near a boundary.
-    if found is None or found.how == "residual":
-        return found
-    return None if _matching_ranks(ranks, views, alignment, probe, limits, ordinary) else found
-
-
-def _matching_ranks(
-    ranks: RankStudy,
-    views: Mapping[Boundary, RankView],
-    alignment: TokenAlignment,
-    probe: IntArray,
-    limits: Mapping[Boundary, float],
-    ordinary: torch.Tensor | None,
-) -> dict[tuple[int, Boundary], float]:
-    """Which ranks hold which boundary all by themselves, with the median distance.
-
-    A sound rank is far nearer to the boundary than to a broken rank; parts of a sum are as far from the truth as from
-    each other, however small they are.
-    """
-    rows, theirs = alignment.serving[probe], alignment.training[probe]
-    apart = max(median(spread.rel_l2[rows]) for spread in ranks.spreads)
-    hidden = ranks.views[0].width
-    tensors = {view.rank: select(view, ordinary, hidden).read(rows) for view in ranks.views}
-    hits: dict[tuple[int, Boundary], float] = {}
-    for boundary, view in views.items():
-        reference = select(view, ordinary, hidden).read(theirs)
-        for rank, tensor in tensors.items():
-            if tensor.shape[1] == reference.shape[1]:
-                distance = median(rel_l2(tensor, reference))
-                if distance <= min(limits[boundary], FAR_NEARER * apart):
-                    hits[rank, boundary] = distance
-    return hits
-
-
-def _sound_view(
-    ranks: RankStudy,
-    partial: PartialSum | None,
-    views: Mapping[Boundary, RankView],
-    alignment: TokenAlignment,
-    probe: IntArray,
-    limits: Mapping[Boundary, float],
-    expected: Boundary | None,
-    ordinary: torch.Tensor | None,
-) -> tuple[View | None, tuple[int, ...]]:
-    """The tensor to judge, and the ranks that disagree with it."""
-    if ranks.whole is not None or ranks.shape != "differ":
-        return ranks.whole, ()
-    if partial is not None:
-        return partial.whole or ranks.views[0], ()
-    groups = ranks.groups()
-    if len(groups[0]) > len(ranks.views) / 2:
-        good = groups[0]
-        view = next(v for v in ranks.views if v.rank == good[0])
-        return view, tuple(v.rank for v in ranks.views if v.rank not in good)
-    hits = _matching_ranks(ranks, views, alignment, probe, limits, ordinary)
-    if hits:
-        _, held = min(hits, key=lambda hit: (hit[1] != expected, hits[hit]))
-        good = tuple(rank for rank, boundary in sorted(hits, key=lambda hit: hits[hit]) if boundary == held)
-        view = next(v for v in ranks.views if v.rank == good[0])
-        return view, tuple(v.rank for v in ranks.views if v.rank not in good)
-    return ranks.views[0], ()
-
-
 def _limit(
     training: Capture,
     serving: Capture,
@@ -358,7 +261,7 @@ def _limit(
     match: Match | None,
     rounding: float,
     layers: int,
-    ordinary: torch.Tensor | None,
+    massive: torch.Tensor,
     hidden: int | None,
 ) -> Limit:
     reference = expected if expected is not None else match.best if match is not None else None
@@ -367,10 +270,10 @@ def _limit(
         return guess
     found = [
         (
-            _distance(training, capture, boundary_name(reference), name, ordinary, hidden)
+            _distance(training, capture, boundary_name(reference), name, massive, hidden)
             if reference is not None
             else None,
-            _distance(serving, capture, name, name, ordinary, hidden),
+            _distance(serving, capture, name, name, massive, hidden),
             capture.path,
         )
         for capture in floor_dumps
@@ -394,7 +297,7 @@ def _distance(
     other: Capture,
     reference_name: str,
     name: str,
-    ordinary: torch.Tensor | None,
+    massive: torch.Tensor,
     hidden: int | None,
 ) -> tuple[float, float] | None:
     """Median and 99th percentile of the relative L2 between the first ranks of two captures, on common rows."""
@@ -405,8 +308,8 @@ def _distance(
     keep = ours.holds(common.serving) & theirs.holds(common.training)
     if ours.width != theirs.width or not keep.any():
         return None
-    views = select(ours, ordinary, hidden), select(theirs, ordinary, hidden)
-    values = numpy64(matching.sums(*views, common.serving[keep], common.training[keep]).rel_l2())
+    rows = common.serving[keep], common.training[keep]
+    values = numpy64(matching.sums(ours, theirs, *rows, massive=massive, hidden=hidden).rel_l2())
     return float(np.median(values)), float(np.percentile(values, 99))
 
 
@@ -414,8 +317,7 @@ def _tensor_case(
     name: str,
     borrowed: Mapping[Boundary, Borrowed],
     ranks: RankStudy,
-    partial: PartialSum | None,
-    sound: tuple[View | None, tuple[int, ...]],
+    sound: Sound,
     match: Match,
     expected: Boundary | None,
     limits: Mapping[Boundary, float],
@@ -423,10 +325,10 @@ def _tensor_case(
     views: Mapping[Boundary, RankView],
     serving: Capture,
     alignment: TokenAlignment,
-    ordinary: torch.Tensor | None,
+    massive: torch.Tensor,
     rolled: Rolled,
 ) -> TensorCase:
-    view, odd = sound
+    view = sound.view
     # What another capture says of a boundary can refute a slot, but the draft was trained on the training side's.
     judgement = judge(match, expected, limits, stored=expected not in borrowed)
     parts = tuple(
@@ -442,16 +344,16 @@ def _tensor_case(
         best = match.best if match.best is not None else reference
         # Where the server's tensor is broken the control runs on the training side alone: is the instrument sound?
         at_floor = judgement.best_median is not None and judgement.best_median <= limits[best]
-        rolled_rows, rolled_dims = controls(view if at_floor else None, views[best], alignment, ordinary, rolled)
+        rolled_rows, rolled_dims = controls(view if at_floor else None, views[best], alignment, massive, rolled)
     kind, _, number = name.partition(".")
     return TensorCase(
         name=name,
         slot=int(number) if kind == "slot" else None,
         expected=expected,
         ranks=ranks,
-        layout=_layout(ranks, partial, odd, serving),
-        partial=partial,
-        odd_ranks=odd,
+        layout=_layout(ranks, sound, serving),
+        partial=sound.partial,
+        odd_ranks=sound.odd_ranks,
         view=view,
         match=match,
         limits=limits,
@@ -466,10 +368,10 @@ def _tensor_case(
     )
 
 
-def _layout(ranks: RankStudy, partial: PartialSum | None, odd: tuple[int, ...], serving: Capture) -> Layout:
-    if ranks.shape in ("equal", "rounding") or odd:
+def _layout(ranks: RankStudy, sound: Sound, serving: Capture) -> Layout:
+    if ranks.shape in ("equal", "rounding") or sound.odd_ranks:
         return "replicated"
-    if partial is not None:
+    if sound.partial is not None:
         return "partial-sum"
     if ranks.shape == "hidden-shard":
         return "hidden-shard"

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eagle_parity.metrics.threads import scratch
+
 FloatArray = NDArray[np.float64]
 
 RUN = 256  # channels summed in float32: short enough for the bound above, long enough for the speed of float32
@@ -73,40 +75,55 @@ def squares(rows: torch.Tensor) -> torch.Tensor:
 
     Not safe where squares leave float32's range, see `safely`.
     """
-    return _over_runs(lambda run: torch.linalg.vector_norm(run, dim=-1).double().square_().sum(-1), rows)
+    return products(rows, rows)
 
 
 def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Dot products over the last dimension of [..., W] (one dtype, float32 or float64), in float64: [...]."""
 
-    def total(run: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return matrix_products(run.unsqueeze(-2), other.unsqueeze(-1))[..., 0, 0].double().sum(-1)
+    width = a.shape[-1]
+    whole = width // RUN * RUN
+    found = torch.zeros(a.shape[:-1], dtype=torch.float64, device=a.device)
+    for begin, end in ((0, whole), (whole, width)):  # whole runs, and the channels that are left over
+        if end > begin:
+            runs = a.new_empty(*a.shape[:-1], runs_of(end - begin)[0])
+            run_products(a[..., begin:end], b[..., begin:end], runs)
+            found += runs.sum(-1, dtype=torch.float64)
+    return found
 
-    return _over_runs(total, a, b)
 
-
-def matrix_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matrix_products(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
     """Batched matrix products of [..., n, W] and [..., W, m] in their own dtype.
 
     The BLAS under numpy is two to eight times as fast as torch's on matrices of a few rows.
     """
-    if a.device.type != "cpu":
-        return torch.matmul(a, b)
+    if not a.is_cpu:
+        into.copy_(torch.matmul(a, b))
+        return
     with np.errstate(all="ignore"):  # what float32 cannot hold is found by its value
-        return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
+        np.matmul(a.numpy(), b.numpy(), out=into.numpy())
 
 
-def _over_runs(total: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """Add what `total` says of [..., n, RUN] and of the channels that are left over, [..., 1, rest]."""
-    width = rows[0].shape[-1]
-    whole = width // RUN * RUN
-    leading = rows[0].shape[:-1]
-    parts = []
-    if whole or not width:
-        parts.append(total(*(r[..., :whole].view(*leading, whole // RUN, RUN) for r in rows)))
-    if whole < width:
-        parts.append(total(*(r[..., whole:].unsqueeze(-2) for r in rows)))
-    return sum(parts[1:], parts[0])
+def run_products(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
+    """Dot products over each run of channels of two [..., W], W `padded`, in their own dtype: [..., runs]."""
+    runs, run = runs_of(a.shape[-1])
+    x, y = (rows.view(*rows.shape[:-1], runs, run) for rows in (a, b))
+    if a.is_cpu:
+        with np.errstate(all="ignore"):
+            np.matmul(x.unsqueeze(-2).numpy(), y.unsqueeze(-1).numpy(), out=into.numpy()[..., None, None])
+    else:
+        torch.linalg.vecdot(x, y, out=into)
+
+
+def runs_of(width: int) -> tuple[int, int]:
+    """How many runs a `padded` width has, and how many channels each of them."""
+    run = max(1, min(width, RUN))
+    return width // run, run
+
+
+def padded(width: int) -> int:
+    """The width of rows that are whole runs, filled up with zeros."""
+    return width if width <= RUN else -(-width // RUN) * RUN
 
 
 def safely(measure: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
@@ -133,7 +150,7 @@ def row_sums(serving: torch.Tensor, training: torch.Tensor) -> RowSums:
     """Sums of two [rows, W] tensors of any float dtype."""
 
     def measure(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.stack([squares(a), squares(b), products(a, b), squares(a - b)])
+        return torch.stack([squares(a), squares(b), products(a, b), squares(difference(a, b))])
 
     serving_sq, training_sq, dot, difference_sq = safely(measure, serving, training)
     return RowSums(dot, serving_sq, training_sq, difference_sq)
@@ -141,12 +158,18 @@ def row_sums(serving: torch.Tensor, training: torch.Tensor) -> RowSums:
 
 def rel_l2(serving: torch.Tensor, training: torch.Tensor) -> FloatArray:
     """Relative L2 distance of each row of two [rows, W] tensors: float64 [rows]."""
-
-    def measure(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.stack([squares(a), squares(b), squares(a - b)])
-
-    _, training_sq, difference_sq = safely(measure, serving, training)
+    _, training_sq, difference_sq = difference_sums(serving, training)
     return numpy64(root_ratio(difference_sq, training_sq))
+
+
+def difference_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a|^2, |b|^2 and |a - b|^2 of each row of two [rows, W] tensors of any float dtype: float64 [3, rows]."""
+    return safely(lambda x, y: torch.stack([squares(x), squares(y), squares(difference(x, y))]), a, b)
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a - b, on the CPU in `scratch` memory that the next difference is written to."""
+    return torch.sub(a, b, out=scratch("difference", a.shape, a.dtype)) if a.is_cpu else a - b
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> FloatArray:

@@ -11,11 +11,12 @@ value (the product's error is at most 1.6e-5 of (|a| + |b|)^2 in the square). Do
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from eagle_parity.metrics.distances import RUN, TINY, FloatArray, matrix_products, numpy64, root_ratio, squares
+from eagle_parity.metrics.distances import TINY, matrix_products, runs_of, squares
 
 NEAR = 0.1
 TILE = 1024  # products of a row and run at once: above that the BLAS under numpy starts threads, which wait for ours
@@ -35,66 +36,56 @@ class PairSums:
     """[n, m, R]"""
 
 
-def padded(width: int) -> int:
-    """The width of the rows that `pair_sums` takes: whole runs, filled up with zeros."""
-    return width if width <= RUN else -(-width // RUN) * RUN
+def pair_sums(
+    total: torch.Tensor, dots: torch.Tensor, known: torch.Tensor, wide: Callable[[int], torch.Tensor]
+) -> PairSums:
+    """Sums of pairs from sums of squares [n + m, R] and dot products [n, m, R], all float64.
 
-
-def pair_sums(serving: torch.Tensor, training: torch.Tensor) -> PairSums:
-    """Sums of each row of [n, R, W] with the same row of [m, R, W].
-
-    W is a `padded` width, both are of one dtype, float32 or float64.
+    `known`: |a - b|^2 of the last tensors of ours and the first of theirs, [pairs, R]. `wide` gives the rows of a
+    tensor, [R, W] in float32 or float64: those of near pairs are subtracted, and what float32 did not hold is made
+    again in float64.
     """
-    ours, theirs = _squares(serving), _squares(training)
-    total = ours.unsqueeze(1) + theirs.unsqueeze(0)
-    dots = dot_products(serving, training)
-    found = total - 2 * dots
-    # NaN, infinity and rows that float32 cannot hold are not far either.
-    held = (ours >= TINY).unsqueeze(1) & (theirs >= TINY).unsqueeze(0) & total.isfinite()
-    pairs = (~((found >= NEAR**2 * total) & held)).any(-1).nonzero().tolist()
-    room = torch.empty_like(serving[: max(1, min(len(serving), len(pairs)))])
-    for begin in range(0, len(pairs), len(room)):
-        some = pairs[begin : begin + len(room)]
-        for place, (i, j) in zip(room, some, strict=False):
-            torch.sub(serving[i], training[j], out=place)
-        for (i, j), value in zip(some, squares(room[: len(some)]), strict=True):
-            found[i, j] = value
-    lost = ~(found + theirs >= TINY) | ~found.isfinite()
-    for i, j in lost.any(-1).nonzero().tolist():
-        rows = lost[i, j]
-        found[i, j, rows] = (serving[i, rows].double() - training[j, rows].double()).square().sum(-1)
+    n, count = len(dots), len(known)
+    safe = bool(((total >= TINY) & total.isfinite()).all())
+    if not safe:
+        total = _exact(total, wide)
+    ours, theirs = total[:n], total[n:]
+    both = ours.unsqueeze(1) + theirs.unsqueeze(0)
+    found = torch.sub(both, dots, alpha=2)
+    far = found >= NEAR**2 * both
+    if not safe:  # NaN, infinity and rows that float32 cannot hold are not far either
+        far &= (ours >= TINY).unsqueeze(1) & (theirs >= TINY).unsqueeze(0) & both.isfinite()
+    found[n - count :, :count].diagonal().copy_(known.T)
+    far[n - count :, :count].diagonal().fill_(True)
+    for i, j in (~far.all(-1)).nonzero().tolist():
+        found[i, j] = squares(wide(i) - wide(n + j))
+    if not safe or not bool(found.isfinite().all()):
+        lost = ~(found + theirs >= TINY) | ~found.isfinite()
+        for i, j in lost.any(-1).nonzero().tolist():
+            rows = lost[i, j]
+            found[i, j, rows] = (wide(i)[rows].double() - wide(n + j)[rows].double()).square().sum(-1)
     return PairSums(ours, theirs, dots, found)
 
 
-def pair_rel_l2(serving: torch.Tensor, training: torch.Tensor) -> tuple[FloatArray, FloatArray]:
-    """Relative L2 of each row of [n, R, W] to the same row of [m, R, W], [n, m, R], and the latter's norms, [m, R].
+def run_dots(serving: torch.Tensor, training: torch.Tensor, into: torch.Tensor) -> None:
+    """Dot products of each row of [n, R, W] with the same row of [m, R, W], W `padded`, over each run of channels.
 
-    Takes what `pair_sums` takes; the results are float64.
+    [R, runs, n, m] in their own dtype; `into` is contiguous.
     """
-    sums = pair_sums(serving, training)
-    theirs = sums.theirs_sq.unsqueeze(0).expand_as(sums.difference_sq)
-    return numpy64(root_ratio(sums.difference_sq, theirs)), numpy64(sums.theirs_sq.sqrt())
-
-
-def dot_products(serving: torch.Tensor, training: torch.Tensor) -> torch.Tensor:
-    """Dot products of each row of [n, R, W] with the same row of [m, R, W]: float64 [n, m, R]."""
-    (n, rows, width), m = serving.shape, len(training)
-    run = max(1, min(width, RUN))
+    n, m = into.shape[2:]
+    run = runs_of(serving.shape[-1])[1]
     ours = serving.view(n, -1, run).transpose(0, 1)
     theirs = training.view(m, -1, run).permute(1, 2, 0)
-    found = torch.empty((rows, n, m), dtype=torch.float64, device=serving.device)
+    into = into.view(-1, n, m)
     tile = max(1, TILE // max(n, 1))
     for begin in range(0, m, tile):
-        some = slice(begin, min(begin + tile, m))
-        products = matrix_products(ours, theirs[..., some]).view(rows, -1, n, some.stop - begin)
-        torch.sum(products, 1, dtype=torch.float64, out=found[..., some])
-    return found.permute(1, 2, 0)
+        some = slice(begin, begin + tile)
+        matrix_products(ours, theirs[..., some], into[..., some])
 
 
-def _squares(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of each row of [n, R, W], also where float32 cannot hold it: float64 [n, R]."""
-    total = squares(rows)
+def _exact(total: torch.Tensor, wide: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Sums of squares [tensors, R], those that float32 cannot hold made again in float64."""
     unsafe = ~((total >= TINY) & total.isfinite())
-    if unsafe.any():
-        total[unsafe] = rows[unsafe].double().square().sum(-1)
+    for i in unsafe.any(-1).nonzero().flatten().tolist():
+        total[i, unsafe[i]] = wide(i)[unsafe[i]].double().square().sum(-1)
     return total

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 
-KEPT = 16 * 2**20
-MOST = 4  # threads: memory has no more to give, and each holds a block of its own
+MOST = 3  # threads: memory has no more to give, and each holds some 25 MB of its own
+HUGE_PAGE = 2 * 2**20
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,19 +24,25 @@ R = TypeVar("R")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one thread, as a `with` block or a decorator.
+    """Torch on one thread, and threads that `spread` uses, as a `with` block or a decorator. Inside another: nothing.
 
     A block of rows is summed in microseconds. Two idle cores do it hardly faster than one; where other work runs on
     them, waiting for the second thread takes many times as long as the sum.
     """
+    if _crew.get() is not None:
+        yield
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    # glibc hands freed memory back to the kernel above twice the largest block that it ever got back; getting the pages
-    # again for every block of rows takes a sixth of the time of a small comparison.
-    torch.empty(KEPT, dtype=torch.uint8)
+    crew = _Crew(workers())
+    token = _crew.set(crew)
     try:
         yield
     finally:
+        _crew.reset(token)
+        if crew.others is not None:
+            crew.others.shutdown(cancel_futures=True)
+        crew.memory.__dict__.clear()  # the crew and its threads' pool know each other, and would keep it for a while
         torch.set_num_threads(before)
 
 
@@ -43,17 +54,81 @@ def workers() -> int:
 
 
 def spread(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """What `work` makes of each item, in order. Worked out by `workers()` threads, each with torch on one thread.
+    """What `work` makes of each item, in order. Inside `one_thread`, `workers()` threads work it out.
 
-    `work` must not wait for another item. An error ends it; what has not begun by then never does.
+    An error ends it; what has not begun by then never does. `work` must not wait for another item; what it spreads
+    itself is done by its own thread.
     """
+    return start(work, items)()
+
+
+def start(work: Callable[[T], R], items: Iterable[T]) -> Callable[[], Iterator[R]]:
+    """The same, begun by the other threads at once: the calling thread lends a hand when it asks for the results."""
     items = list(items)
-    count = min(workers(), len(items))
-    if count <= 1:
-        yield from map(work, items)
-        return
-    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield from pool.map(work, items)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    crew = _crew.get()
+    if crew is None or crew.others is None:
+        return lambda: map(work, items)
+    begun = [crew.others.submit(work, item) for item in items]
+
+    def results() -> Iterator[R]:
+        mine: dict[int, R] = {}
+        ahead = iter(range(len(items)))
+        try:
+            for i, future in enumerate(begun):
+                while i not in mine and not future.done():
+                    free = next((j for j in ahead if begun[j].cancel()), None)
+                    if free is None:
+                        break
+                    mine[free] = work(items[free])
+                yield mine.pop(i) if i in mine else future.result()
+        finally:
+            for future in begun:
+                future.cancel()
+
+    return results
+
+
+def scratch(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the calling thread, of this name, for a tensor: the next call with the name gives the same again.
+
+    Pages are dear: a tensor that is made anew for every block costs as much as the sums. Outside `one_thread` it is.
+    """
+    crew = _crew.get()
+    if crew is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory: dict[str, torch.Tensor] = crew.memory.__dict__
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    if name not in memory or len(memory[name]) < nbytes:
+        memory[name] = _pages(nbytes)
+    return memory[name][:nbytes].view(dtype).view(tuple(shape))
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Fresh memory, in huge pages where the kernel has them and it fills most of one; given back when it is dropped."""
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes > HUGE_PAGE // 2 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    block = np.frombuffer(memory, dtype=np.uint8)
+    begin = -block.ctypes.data % HUGE_PAGE
+    return torch.from_numpy(block[begin : begin + nbytes])
+
+
+@dataclass
+class _Crew:
+    """The threads that work beside the one that asks, and what each thread has in its memory."""
+
+    count: int
+    memory: threading.local = field(default_factory=threading.local)
+    others: ThreadPoolExecutor | None = None
+
+    def __post_init__(self) -> None:
+        if self.count > 1:
+            self.others = ThreadPoolExecutor(self.count - 1, initializer=self._join)
+
+    def _join(self) -> None:
+        torch.set_num_threads(1)
+        _crew.set(_Crew(1, self.memory))  # alone from here on: threads that waited for each other would wait forever
+
+
+_crew: ContextVar[_Crew | None] = ContextVar("crew", default=None)

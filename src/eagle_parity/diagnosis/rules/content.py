@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import torch
 
 from eagle_parity.alignment.matching import sample
-from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase
+from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase, once
 from eagle_parity.diagnosis.judgement import strata
 from eagle_parity.diagnosis.rules import norm, scale
 from eagle_parity.diagnosis.rules.channels import Broken, broken
@@ -322,7 +321,7 @@ def _broken(tensor: TensorCase, found: Broken) -> Explained:
     return Explained(finding, found.boundary)
 
 
-@lru_cache(maxsize=1)
+@once
 def explained(case: Case) -> dict[str, Explained]:
     """The first explanation of every tensor that failed for what it holds, by the tensor's name."""
     found: dict[str, Explained] = {}
@@ -344,19 +343,23 @@ def content(case: Case) -> Iterator[Finding]:
 
 def situations(case: Case) -> Iterator[Finding]:
     """Broken channels or a slight factor in the rows of one situation only, in a tensor that is right altogether."""
-    for tensor in case.tensors:
-        if tensor.judgement.status != "ok" or tensor.partial is not None or tensor.name in explained(case):
-            continue
-        for name, mask in strata(case.serving.tokens.requests, case.alignment.serving).items():
-            rows = np.flatnonzero(mask)
-            part = replace(case, probe=rows[sample(len(rows), PROBE_ROWS)])
-            if not bool(part.serving_rows(tensor).isfinite().all()):
+    sound = [
+        tensor
+        for tensor in case.tensors
+        if tensor.judgement.status == "ok" and tensor.partial is None and tensor.name not in explained(case)
+    ]
+    found: dict[str, Finding] = {}
+    for name, mask in strata(case.serving.tokens.requests, case.alignment.serving).items():
+        rows = np.flatnonzero(mask)
+        part = replace(case, probe=rows[sample(len(rows), PROBE_ROWS)])
+        for tensor in sound:
+            if tensor.name in found or not bool(part.serving_rows(tensor).isfinite().all()):
                 continue
             channels, factor = broken(part, tensor), scale.slight(part, tensor)
             if channels is None and factor is None:
                 continue
-            found = _broken(tensor, channels) if channels else _scaled(part, tensor, factor)  # type: ignore[arg-type]
-            evidence = {**found.finding.evidence, "rows": name, "count": len(rows)}
-            message = f"{found.finding.message}, in the {len(rows)} rows of {name}"
-            yield replace(found.finding, message=message, evidence=evidence)
-            break
+            what = _broken(tensor, channels) if channels else _scaled(part, tensor, factor)  # type: ignore[arg-type]
+            evidence = {**what.finding.evidence, "rows": name, "count": len(rows)}
+            message = f"{what.finding.message}, in the {len(rows)} rows of {name}"
+            found[tensor.name] = replace(what.finding, message=message, evidence=evidence)
+    yield from (found[tensor.name] for tensor in sound if tensor.name in found)

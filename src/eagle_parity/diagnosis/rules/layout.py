@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from eagle_parity.alignment.partial import PartialSum, find_partial_sum
 from eagle_parity.alignment.views import RankView
-from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.case import Case, TensorCase, once
 from eagle_parity.diagnosis.rules.geometry import nearest, place
 from eagle_parity.metrics.distances import rel_l2
 from eagle_parity.metrics.distribution import median
@@ -143,7 +142,7 @@ def partial_sum(case: Case) -> Iterator[Finding]:
             )
 
 
-@lru_cache(maxsize=1)
+@once
 def late_sums(case: Case) -> dict[str, PartialSum]:
     """Partial sums that show only on second sight, by the tensor's name.
 
@@ -158,9 +157,7 @@ def late_sums(case: Case) -> dict[str, PartialSum]:
             continue
         views = tuple(view for view in tensor.ranks.views if view.rank in {group[0] for group in groups})
         ours, theirs = case.alignment.serving[case.probe], case.alignment.training[case.probe]
-        partial = find_partial_sum(
-            views, case.boundaries, ours, theirs, tensor.limits, tensor.expected, channels=case.ordinary
-        )
+        partial = find_partial_sum(views, case.boundaries, ours, theirs, tensor.limits, tensor.expected, case.massive)
         partial = partial or _all_short(case, tensor, views)
         if partial is not None:
             found[tensor.name] = partial

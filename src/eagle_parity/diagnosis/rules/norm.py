@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import torch
 
 from eagle_parity.alignment.matching import LUCK
-from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.case import Case, TensorCase, once
 from eagle_parity.metrics.distances import FloatArray, numpy64, rel_l2
 from eagle_parity.metrics.distribution import median, sign_test
 from eagle_parity.records import FINAL_NORM, Boundary
@@ -129,7 +128,7 @@ def find(case: Case, tensor: TensorCase) -> Scaling | None:
     return nearest_of(fits, tensor.expected)
 
 
-@lru_cache(maxsize=1)
+@once
 def final_weight(case: Case) -> torch.Tensor | None:
     """The target's final norm weight (ordinary channels, RMS 1), where boundary n and final.norm are stored."""
     last = case.num_layers

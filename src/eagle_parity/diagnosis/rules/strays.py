@@ -6,13 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 
 from eagle_parity.alignment.matching import LUCK
-from eagle_parity.diagnosis.case import Case, TensorCase
+from eagle_parity.diagnosis.case import Case, TensorCase, once
 from eagle_parity.diagnosis.floor import FACTOR, MEASURED_FACTOR
 from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.metrics.distances import FloatArray, numpy64, row_sums
@@ -43,7 +42,7 @@ class Strays:
         return len(self.rows) / self.looked_at
 
 
-@lru_cache(maxsize=1)
+@once
 def strays(case: Case) -> dict[str, Strays]:
     """The strays of every tensor whose other rows are right, by the tensor's name.
 
