@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -97,8 +98,8 @@ def scratch(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor
     if crew is None:
         return torch.empty(tuple(shape), dtype=dtype)
     memory: dict[str, torch.Tensor] = crew.memory.__dict__
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    if name not in memory or len(memory[name]) < nbytes:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if name not in memory or memory[name].nbytes < nbytes:
         memory[name] = _pages(nbytes)
     return memory[name][:nbytes].view(dtype).view(tuple(shape))
 
