@@ -20,7 +20,9 @@ class Case:
     lengths: tuple[int, ...]
     default_holds: bool = True
     """What the reader says without a reference is the truth."""
-    tolerance: float = 0.0
+    tolerance: float = 0.02
+    """Relative difference to the HF forward. None on the CPU that the pipelines ran on; other CPUs' bf16 kernels round
+    otherwise: 0.008 was measured."""
     first: int = 0
     """Position of a sample's first row."""
     padded: int = 0
@@ -40,7 +42,7 @@ CASES = (
     Case("specforge/hidden_states_gz", "specforge", (2, 4, 5), POST, (39, 58, 40)),
     Case("specforge/hidden_states_padded", "specforge", (2, 4, 5), POST, (39, 58, 40), padded=58),
     Case("speculators/prepared", "speculators", (2, 4, 5), 8, (40, 58, 39)),
-    Case("speculators/hidden_states_fp8", "speculators", (2, 4, 5), 8, (40, 58, 39), tolerance=0.03),
+    Case("speculators/hidden_states_fp8", "speculators", (2, 4, 5), 8, (40, 58, 39), tolerance=0.05),
     Case("speculators/vllm_connector_raw", "vllm", (2, 4, 5), 8, (40,)),
     Case("speculators-v1", "speculators-v1", (3, 5, 6), 8, (40, 56, 39)),
     Case("modelopt/hf_eagle_default", "modelopt", (2, 4, 5), POST, (40, 58, 39)),
