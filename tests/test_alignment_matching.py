@@ -12,7 +12,7 @@ import torch
 
 from eagle_parity.alignment import measuring
 from eagle_parity.alignment.channels import without
-from eagle_parity.alignment.matching import Match, begin_match, compare, match, sample
+from eagle_parity.alignment.matching import Match, compare, match, sample
 from eagle_parity.alignment.views import blocks
 from eagle_parity.records import IntArray
 
@@ -116,7 +116,7 @@ def test_float64_keeps_its_accuracy() -> None:
 def test_progress_counts_every_row() -> None:
     states = {k: Whole(s) for k, s in enumerate(stream(600, 2048, 3, step=0.3))}
     rows, done = np.arange(600, dtype=np.int64), []
-    begin_match({"a": states[1], "b": states[2]}, states, rows, rows, done.append)()  # type: ignore[arg-type]
+    match({"a": states[1], "b": states[2]}, states, rows, rows, step=done.append)  # type: ignore[arg-type]
     assert sum(done) == 600
     assert len(done) > 1
 

@@ -6,8 +6,7 @@ against the rest: a map of the target made by a server (`dump serving --boundari
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,24 +19,16 @@ from eagle_parity.records import Boundary, Capture, IntArray
 PROBE_ROWS = 64  # on which a capture's ranks are asked whether they agree
 
 
-@dataclass(frozen=True)
-class Borrowed:
-    """A boundary of another capture, by the training side's rows; `path` is that capture's."""
-
-    view: RankView
-    path: str
-
-
 def borrow(
     training: Capture, others: Sequence[Capture], rows: IntArray
-) -> tuple[dict[Boundary, Borrowed], tuple[str, ...]]:
+) -> tuple[dict[Boundary, RankView], tuple[str, ...]]:
     """The boundaries that some capture holds on all of the training rows and `training` lacks; the first one's counts.
 
-    With one sentence for each capture that could not be used.
+    They are read by the training side's row numbers. With one sentence for each capture that could not be used.
     """
     stored = training_views(training)
     width = next((view.width for view in stored.values()), None)
-    found: dict[Boundary, Borrowed] = {}
+    found: dict[Boundary, RankView] = {}
     remarks = []
     for other in others:
         lent = {b: view for b, view in training_views(other).items() if b not in stored and view.width == width}
@@ -59,13 +50,8 @@ def borrow(
             if study_ranks(other, view.name, probe, width).shape not in ("equal", "rounding", "one-rank"):
                 remarks.append(f"{view.name} of the reference {other.path}, whose ranks differ")
                 continue
-            found[boundary] = Borrowed(_by_training_row(other, view, index), other.path)
+            found[boundary] = _by_training_row(other, view, index)
     return found, tuple(remarks)
-
-
-def views_of(borrowed: Mapping[Boundary, Borrowed]) -> dict[Boundary, RankView]:
-    """The tensors alone."""
-    return {boundary: item.view for boundary, item in borrowed.items()}
 
 
 def _by_training_row(other: Capture, view: RankView, index: IntArray) -> RankView:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from eagle_parity.alignment.channels import channels_of, ordinary_rows
-from eagle_parity.alignment.measuring import Measured, Side, begin_measuring
+from eagle_parity.alignment.measuring import Measured, Side, measure
 from eagle_parity.alignment.views import RankView, View, blocks, rank_view
 from eagle_parity.metrics.channels import ChannelSums
 from eagle_parity.metrics.distances import FloatArray, RowSums, angle, numpy64, row_sums
@@ -153,31 +153,15 @@ def match(
     references: References | None = None,
     left_out: torch.Tensor = NO_CHANNELS,
     hidden: int | None = None,
+    step: Callable[[int], None] | None = None,
 ) -> dict[str, Match]:
     """Distances of each serving tensor to each boundary of its own width, in one pass over the aligned rows.
 
     `references`: what to measure with all metrics besides. `left_out`: channels of `hidden`-wide tensors that distances
-    leave out.
+    leave out. `step` is called with the number of rows done.
     """
-    rows = serving_rows, training_rows
-    return begin_match(serving, boundaries, *rows, references=references, left_out=left_out, hidden=hidden)()
-
-
-def begin_match(
-    serving: Mapping[str, View],
-    boundaries: Mapping[Boundary, View],
-    serving_rows: IntArray,
-    training_rows: IntArray,
-    step: Callable[[int], None] | None = None,
-    *,
-    references: References | None = None,
-    left_out: torch.Tensor = NO_CHANNELS,
-    hidden: int | None = None,
-) -> Callable[[], dict[str, Match]]:
-    """The same, begun at once (see `threads.start`). `step` is called with the number of rows done."""
     asked = References({}, {}, {}) if references is None else references
     found: dict[str, Match] = {}
-    begun: list[Callable[[], dict[str, Match]]] = []
     for width in sorted({view.width for view in serving.values()}):
         ours = {name: view for name, view in serving.items() if view.width == width}
         theirs = {boundary: view for boundary, view in boundaries.items() if view.width == width}
@@ -185,19 +169,19 @@ def begin_match(
             found.update(dict.fromkeys(ours, Match({})))
         else:
             massive = left_out if width == hidden else NO_CHANNELS
-            begun.append(_begin(ours, theirs, serving_rows, training_rows, step, asked, massive))
-    return lambda: found | {name: matched for results in begun for name, matched in results().items()}
+            found.update(_match(ours, theirs, serving_rows, training_rows, asked, massive, step))
+    return found
 
 
-def _begin(
+def _match(
     serving: Mapping[str, View],
     boundaries: Mapping[Boundary, View],
     serving_rows: IntArray,
     training_rows: IntArray,
-    step: Callable[[int], None] | None,
     asked: References,
     massive: torch.Tensor,
-) -> Callable[[], dict[str, Match]]:
+    step: Callable[[int], None] | None,
+) -> dict[str, Match]:
     """The match of tensors that are all of one width."""
     # The tensors that are compared come last, and their boundaries first in the same order: pairs lie side by side.
     paired = [name for name in serving if asked.boundaries.get(name) in boundaries]
@@ -206,7 +190,7 @@ def _begin(
     theirs = [*wanted, *(boundary for boundary in boundaries if boundary not in wanted)]
     means = [*(asked.ours[name].mean() for name in paired), *(asked.theirs[k].mean() for k in wanted)]
     width = next(iter(boundaries.values())).width
-    measuring = begin_measuring(
+    measured = measure(
         Side([serving[name] for name in ours], serving_rows),
         Side([boundaries[boundary] for boundary in theirs], training_rows),
         partial(
@@ -217,20 +201,13 @@ def _begin(
         ),
         step,
     )
-
-    def found() -> dict[str, Match]:
-        measured = measuring()
-        places = {boundary: theirs.index(boundary) for boundary in boundaries}
-        norms = {boundary: measured.norms[j] for boundary, j in places.items()}
-        comparisons = dict(zip(paired, _comparisons(measured), strict=True))
-        return {
-            name: Match(
-                {boundary: measured.rel_l2[i, j] for boundary, j in places.items()}, norms, comparisons.get(name)
-            )
-            for i, name in enumerate(ours)
-        }
-
-    return found
+    places = {boundary: theirs.index(boundary) for boundary in boundaries}
+    norms = {boundary: measured.norms[j] for boundary, j in places.items()}
+    comparisons = dict(zip(paired, _comparisons(measured), strict=True))
+    return {
+        name: Match({boundary: measured.rel_l2[i, j] for boundary, j in places.items()}, norms, comparisons.get(name))
+        for i, name in enumerate(ours)
+    }
 
 
 def _comparisons(measured: Measured) -> list[Comparison]:

@@ -13,7 +13,7 @@ from eagle_parity.alignment.views import RankView, View
 from eagle_parity.alignment.views import spans as spans_of
 from eagle_parity.metrics.distances import FloatArray, numpy64, padded, root_ratio, runs_of
 from eagle_parity.metrics.paired import Pairing, add_tile, paired_sums, run_sums
-from eagle_parity.metrics.threads import scratch, start
+from eagle_parity.metrics.threads import scratch, spread
 from eagle_parity.records import IntArray
 from eagle_parity.tensorfile import bytes_of
 
@@ -42,28 +42,22 @@ class Measured:
     it is not plain)."""
 
 
-def begin_measuring(
+def measure(
     ours: Side,
     theirs: Side,
     pairs: Callable[[torch.dtype], Pairing],
     step: Callable[[int], None] | None = None,
-) -> Callable[[], Measured]:
+) -> Measured:
     """Measure every tensor of ours against every one of theirs, and the pairs: the last of ours, the first of theirs.
 
-    It begins at once (see `threads.start`). `pairs` makes the pairing for the dtype that sums are formed in. `step` is
-    called with the number of rows done.
+    `pairs` makes the pairing for the dtype that sums are formed in. `step` is called with the number of rows done.
     """
     work = _Work(ours, theirs, pairs)
     blocks = work.reader.blocks()
-    measured = start(work.measure, blocks)
-
-    def found() -> Measured:
-        for (first, last), _ in zip(blocks, measured(), strict=True):
-            if step is not None:
-                step(last - first)
-        return Measured(work.rel_l2, work.norms, work.sums)
-
-    return found
+    for (first, last), _ in zip(blocks, spread(work.measure, blocks), strict=True):
+        if step is not None:
+            step(last - first)
+    return Measured(work.rel_l2, work.norms, work.sums)
 
 
 class _Work:

@@ -20,7 +20,7 @@ from eagle_parity.alignment.views import RankView, View
 from eagle_parity.diagnosis.expectation import Expectation
 from eagle_parity.diagnosis.floor import Limit
 from eagle_parity.diagnosis.judgement import Judgement
-from eagle_parity.records import Boundary, Capture, IntArray, Layout, RankMetrics
+from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, Layout, RankMetrics
 
 T = TypeVar("T")
 
@@ -89,8 +89,9 @@ class Case:
     expectation: Expectation
     boundaries: Mapping[Boundary, RankView]
     tensors: tuple[TensorCase, ...]
+    """Empty as long as they are being measured."""
     hidden_size: int | None
-    num_layers: int | None
+    num_layers: int
     probe: IntArray
     """Indexes into the alignment of the rows that in-memory tests use."""
     massive: torch.Tensor
@@ -109,6 +110,14 @@ class Case:
     def served(self) -> tuple[Boundary | None, ...]:
         """The boundary that each slot holds by content; None where it matches none at its floor."""
         return tuple(slot.match.best if slot.best_is_sound else None for slot in self.slots)
+
+    def expected(self, name: str) -> Boundary | None:
+        """The boundary that a tensor should hold, by its name; None for a slot of which nobody says it."""
+        kind, _, number = name.partition(".")
+        if kind == "slot":
+            known = self.expectation.boundaries
+            return known[int(number)] if known is not None and int(number) < len(known) else None
+        return FINAL_NORM if kind == "final" else int(number)
 
     def keep_ordinary(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, W] without the massive channels."""

@@ -9,12 +9,12 @@ import torch
 
 from eagle_parity.alignment.channels import ordinary_rows
 from eagle_parity.alignment.matching import sample
-from eagle_parity.alignment.tokens import TokenAlignment
 from eagle_parity.alignment.views import RankView, View
+from eagle_parity.diagnosis.case import Case, once
 from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.metrics.distances import rel_l2
 from eagle_parity.metrics.distribution import median
-from eagle_parity.records import Capture, IntArray
+from eagle_parity.records import IntArray
 
 ROWS = 32  # that a control takes: what must fail by far needs no more
 
@@ -28,12 +28,14 @@ class Rolled:
     other: IntArray
 
 
-def roll_rows(serving: Capture, alignment: TokenAlignment) -> Rolled:
+@once
+def roll_rows(case: Case) -> Rolled:
     """Roll by the amount that gives most rows a different token (repeated tokens have equal embeddings), and among
     these by the one nearest to half of the rows: neighbours have most of their context in common.
     """
-    index = sample(len(alignment.serving), ROWS)
-    ids = serving.tokens.token_ids[alignment.serving[index]]
+    aligned = case.alignment.serving
+    index = sample(len(aligned), ROWS)
+    ids = case.serving.tokens.token_ids[aligned[index]]
     rows = np.arange(len(ids))
     best = max(
         range(1, len(ids)),
@@ -44,14 +46,9 @@ def roll_rows(serving: Capture, alignment: TokenAlignment) -> Rolled:
     return Rolled(index, own, rows[own - best])
 
 
-def controls(
-    view: View | None,
-    reference: RankView,
-    alignment: TokenAlignment,
-    massive: torch.Tensor,
-    rolled: Rolled,
-) -> tuple[float | None, float | None]:
+def controls(case: Case, view: View | None, reference: RankView) -> tuple[float | None, float | None]:
     """Median distances of data that must not match: each row against another token's, and channels rolled by one."""
+    rolled, alignment, massive = roll_rows(case), case.alignment, case.massive
     if len(rolled.index) < MIN_ROWS:
         return None, None
     truth = ordinary_rows(reference, alignment.training[rolled.index], massive, reference.width, "theirs")

@@ -191,8 +191,7 @@ def _coverage(case: Case) -> Coverage:
 
 def _neighbours(case: Case, boundary: int) -> bool:
     """Whether the training side stores the boundaries before and after one."""
-    last = case.num_layers if case.num_layers is not None else boundary
-    return all(k in case.boundaries for k in (boundary - 1, boundary + 1) if 0 <= k <= last)
+    return all(k in case.boundaries for k in (boundary - 1, boundary + 1) if 0 <= k <= case.num_layers)
 
 
 def _input(capture: Capture) -> Mapping[str, Any]:
