@@ -14,7 +14,8 @@ import torch
 from eagle_parity.alignment.ranks import study_ranks
 from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.recording import Recording
-from eagle_parity.captures.sglang import capture, check, estimate
+from eagle_parity.captures.sglang import capture, estimate
+from eagle_parity.captures.site import check
 from eagle_parity.captures.spool import Header
 from eagle_parity.dump import DumpWriter, open_dump
 from eagle_parity.errors import EnvironmentFailure, UsageError

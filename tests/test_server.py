@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_parity.captures import recording, sglang
+from eagle_parity.captures import recording, site
 from eagle_parity.captures import server as module
 from eagle_parity.captures.forwards import accepted_rows, tree_parents
 from eagle_parity.captures.prompts import Prompt
@@ -34,7 +34,8 @@ from eagle_parity.captures.server import (
     launched,
     listen_address,
 )
-from eagle_parity.captures.sglang import Site, capture, check, estimate
+from eagle_parity.captures.sglang import capture, estimate
+from eagle_parity.captures.site import Site, check
 from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, is_end, write_hello
 from eagle_parity.captures.writer import SpoolWriter
 from eagle_parity.cli.main import main
@@ -424,7 +425,7 @@ PROMPT = Prompt("first", token_ids=(10, 11, 12, 13, 14))
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(site, "_HELLO_SECONDS", 0.2)
     monkeypatch.setattr(recording, "_RECORD_SECONDS", 2.0)  # the writers wait for quiet, and a busy machine is slow
 
 

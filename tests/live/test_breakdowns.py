@@ -14,7 +14,8 @@ import pytest
 
 from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.server import connect
-from eagle_parity.captures.sglang import capture, check
+from eagle_parity.captures.sglang import capture
+from eagle_parity.captures.site import check
 from eagle_parity.captures.spool import read_hellos
 from eagle_parity.cli.main import main
 from eagle_parity.dump import open_dump

@@ -15,7 +15,7 @@ from eagle_parity.captures.forwards import Answer, Probe
 from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.recording import Recording, collect, record
 from eagle_parity.captures.server import Server
-from eagle_parity.captures.sglang import Site
+from eagle_parity.captures.site import Site
 from eagle_parity.captures.spool import END, Hello, Record, Spool
 from eagle_parity.errors import InputError
 from eagle_parity.records import FINAL_NORM, Capture, Request, Tokens, rank_names

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from eagle_parity.captures.forwards import Forward, Probe
+from eagle_parity.captures.site import Site
 from eagle_parity.captures.spool import END, Record, Spool, probe_number
 from eagle_parity.errors import EnvironmentFailure
 from eagle_parity.records import (
@@ -27,8 +28,6 @@ from eagle_parity.records import (
 
 if TYPE_CHECKING:
     import torch
-
-    from eagle_parity.captures.sglang import Site
 
 DEFAULT_SLOTS = 3  # what SGLang captures where a draft declares nothing
 PHASES: tuple[Phase, ...] = ("prefill", "verify", "decode")

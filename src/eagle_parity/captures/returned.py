@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.server import Server
-from eagle_parity.captures.sglang import Site
+from eagle_parity.captures.site import Site
 from eagle_parity.captures.spool import new_dump_key, probe_id
 from eagle_parity.errors import EnvironmentFailure, InputError
 from eagle_parity.records import (

@@ -247,7 +247,7 @@ def _site(
     running = connect(server, timeout=timeout, api_key=os.environ.get(API_KEY))
     if capture_dir is None:
         from eagle_parity.captures.returned import FLAG
-        from eagle_parity.captures.sglang import restart_advice
+        from eagle_parity.captures.site import restart_advice
 
         version = running.info()["version"]
         raise EnvironmentFailure(
@@ -261,7 +261,8 @@ def _site(
 def _record(
     server: Server, directory: Path, prompts: list[Prompt], probing: _Probing, output: Path, cap: int, overwrite: bool
 ) -> None:
-    from eagle_parity.captures.sglang import capture, check, estimate
+    from eagle_parity.captures.sglang import capture, estimate
+    from eagle_parity.captures.site import check
     from eagle_parity.cli.output import progress
     from eagle_parity.dump import DumpWriter, check_size, human, planned_bytes
 
