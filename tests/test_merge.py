@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_parity.captures import recording, sglang
+from eagle_parity.captures import recording, site
 from eagle_parity.captures import server as server_module
 from eagle_parity.captures.spool import Header
 from eagle_parity.captures.writer import SpoolWriter
@@ -274,7 +274,7 @@ class TestTwoHosts:
 
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sglang, "_HELLO_SECONDS", 0.2)
+        monkeypatch.setattr(site, "_HELLO_SECONDS", 0.2)
         monkeypatch.setattr(recording, "_RECORD_SECONDS", 2.0)
 
     def engine(

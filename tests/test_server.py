@@ -21,19 +21,10 @@ import torch
 from eagle_parity.captures import recording, site
 from eagle_parity.captures import server as module
 from eagle_parity.captures.forwards import accepted_rows, tree_parents
+from eagle_parity.captures.launch import check_port_free, launched, listen_address
 from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.recording import Recording
-from eagle_parity.captures.server import (
-    HttpTransport,
-    MemoryTransport,
-    Reply,
-    Server,
-    Unreachable,
-    check_port_free,
-    connect,
-    launched,
-    listen_address,
-)
+from eagle_parity.captures.server import HttpTransport, MemoryTransport, Reply, Server, Unreachable, connect
 from eagle_parity.captures.sglang import capture, estimate
 from eagle_parity.captures.site import Site, check
 from eagle_parity.captures.spool import CAPTURE_DIR, Header, Hello, is_end, write_hello

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_parity.captures import recording, sglang, watch
+from eagle_parity.captures import recording, site, watch
 from eagle_parity.captures.prompts import Prompt
 from eagle_parity.captures.spool import Hello, read_hellos, write_hello
 from eagle_parity.captures.watch import Watch
@@ -41,7 +41,7 @@ def hellos(processes: Sequence[subprocess.Popen[bytes]], host: str = HERE) -> di
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(sglang, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(site, "_HELLO_SECONDS", 0.2)
     monkeypatch.setattr(recording, "_RECORD_SECONDS", 2.0)
 
 

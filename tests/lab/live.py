@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_parity.captures.server import Server, launched
+from eagle_parity.captures.launch import launched
+from eagle_parity.captures.server import Server
 from eagle_parity.cli.main import main
 from tests.lab.engine.engine_faults import CHUNK, HEALTHY, SWITCH
 from tests.lab.run import Outcome

@@ -21,7 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_parity.captures.server import Server, connect, launched, stop
+from eagle_parity.captures.launch import launched, stop
+from eagle_parity.captures.server import Server, connect
 from eagle_parity.captures.spool import CAPTURE_DIR
 from eagle_parity.cli.main import main
 from eagle_parity.dump import Dump, open_dump

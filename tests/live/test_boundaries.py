@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_parity.captures.server import Server, launched
+from eagle_parity.captures.launch import launched
+from eagle_parity.captures.server import Server
 from eagle_parity.captures.spool import BOUNDARIES
 from eagle_parity.cli.main import main
 from eagle_parity.dump import Dump, open_dump

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_parity.captures.server import Server, launched
+from eagle_parity.captures.launch import launched
+from eagle_parity.captures.server import Server
 from eagle_parity.dump import Dump
 from tests.live import test_dump_serving as newest
 from tests.live.conftest import CHUNK, ROOT, dumper, free_port, needs_sglang, quiet_dump, serve

@@ -237,7 +237,8 @@ def _without_plugin(url: str, capture_dir: Path | None, timeout: float) -> tuple
 def _site(
     server: str | None, words: list[str], capture_dir: Path | None, timeout: float, boundaries: str
 ) -> Iterator[tuple[Server, Path]]:
-    from eagle_parity.captures.server import API_KEY, connect, launched
+    from eagle_parity.captures.launch import launched
+    from eagle_parity.captures.server import API_KEY, connect
 
     if server is None:
         environ = {BOUNDARIES: boundaries} if boundaries.strip() else {}
