@@ -113,11 +113,23 @@ def test_float64_keeps_its_accuracy() -> None:
     np.testing.assert_allclose(found.rel_l2[1], 1e-12, rtol=1e-3)
 
 
+def test_float64_is_centred_on_float64() -> None:
+    g = torch.Generator().manual_seed(0)
+    common = 1e6 * (1 + torch.rand(64, generator=g, dtype=torch.float64))
+    x = common + 0.01 * torch.randn(100, 64, generator=g, dtype=torch.float64)
+    y = x + 0.003 * torch.randn(100, 64, generator=g, dtype=torch.float64)
+    rows = np.arange(100, dtype=np.int64)
+    found = compare(Whole(y), Whole(x), rows, rows).cosine_centred
+    a, b = y - y.mean(0), x - x.mean(0)
+    expected = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+
+
 def test_progress_counts_every_row() -> None:
     states = {k: Whole(s) for k, s in enumerate(stream(600, 2048, 3, step=0.3))}
     rows, done = np.arange(600, dtype=np.int64), []
     match({"a": states[1], "b": states[2]}, states, rows, rows, step=done.append)  # type: ignore[arg-type]
-    assert sum(done) == 600
+    assert sum(done) == 2 * 600
     assert len(done) > 1
 
 

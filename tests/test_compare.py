@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.synthetic import DumpSpec, Net, codes, make_net, noisy, requests_of, serving_spec, slots_from, training_spec
+from tests.synthetic import (
+    DumpSpec,
+    Net,
+    codes,
+    each_rank,
+    make_net,
+    noisy,
+    requests_of,
+    serving_spec,
+    slots_from,
+    training_spec,
+)
 
 Compare = Callable[..., tuple[int, dict[str, Any]]]
 USUAL = (2, 3, 5)
@@ -433,6 +445,18 @@ def test_floor_dump(net: Net, compare: Compare, tmp_path: Any) -> None:
     assert "--floor" in report["error"]["message"]
 
 
+def test_a_floor_with_nan_in_a_row_is_the_floor_of_the_others(net: Net, compare: Compare, tmp_path: Any) -> None:
+    again = serving_spec(net)
+    slots_from(again, lambda j, r: bf16(noisy(net.streams[USUAL[j]], seed=900 + j)))
+    for rank in again.ranks:
+        for tensor in rank.values():
+            tensor[4, 2] = float("nan")
+    floor = str(again.write(tmp_path / "floor"))
+    code, report = compare(training_spec(net), serving_spec(net, rel=0.2), "--floor", floor)
+    assert (code, codes(report)) == (1, {"precision"})
+    assert all(0 < row["floor"]["rel_l2"]["median"] < 1 for row in report["rows"])
+
+
 def test_requests_may_share_a_label_and_come_in_any_order(net: Net, compare: Compare) -> None:
     training = training_spec(net)
     training.requests = [request | {"id": "same"} for request in requests_of(net)][::-1]
@@ -459,3 +483,83 @@ def test_ranks_with_one_fault_are_named_together(compare: Compare) -> None:
     code, report = compare(training_spec(net), spec)
     [finding] = [f for f in report["findings"] if f["severity"] == "error"]
     assert finding["message"] == "slot 0 is not stored on ranks 2, 3, 5 but is on ranks 0, 1, 4, 6, 7"
+
+
+@pytest.mark.parametrize("wide", ["training", "serving", "both"])
+def test_float64_on_either_side(wide: str, net: Net, compare: Compare) -> None:
+    training, serving = training_spec(net), serving_spec(net)
+    for side in ("training", "serving") if wide == "both" else (wide,):
+        for rank in (training if side == "training" else serving).ranks:
+            rank.update({name: tensor.double() for name, tensor in rank.items()})
+    code, report = compare(training, serving)
+    assert (code, codes(report)) == (0, set())
+
+
+def test_a_difference_that_leaves_float32_where_the_states_do_not(net: Net, compare: Compare) -> None:
+    signs = torch.randn(net.streams[3].shape, generator=torch.Generator().manual_seed(1)).sign()
+    training, state = training_spec(net), bf16(1.2e18 * signs)  # |a|^2 is 1.4e38, |a - b|^2 four times as much
+    training.ranks[0]["boundary.3"] = state
+    _, report = compare(training, slots_from(serving_spec(net), lambda j, _: -state if j == 1 else None))
+    assert report["rows"][1]["rel_l2"]["median"] == pytest.approx(2)
+    assert report["rows"][1]["rel_l2"]["max"] == pytest.approx(2)
+
+
+def test_a_dead_channel_after_the_final_norm(net: Net, compare: Compare) -> None:
+    state = bf16(noisy(net.final, 5))
+    state[:, 7] = 0
+    serving = each_rank(serving_spec(net), lambda rank: rank.update({"final.norm": state}))
+    code, report = compare(training_spec(net), serving)
+    assert code == 1
+    assert "capture-lost" in codes(report)
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (1, 2), (2, 3)])
+def test_which_ranks_are_sound_does_not_depend_on_their_order(bad: tuple[int, int], compare: Compare) -> None:
+    net = make_net(tp=4)
+    state = bf16(noisy(net.streams[3], 101))
+    broken = state.clone()
+    broken[5, 9] = float("nan")
+    serving = slots_from(serving_spec(net, tp=4), lambda j, r: (broken if r in bad else state) if j == 1 else None)
+    code, report = compare(training_spec(net), serving)
+    assert (code, codes(report)) == (1, {"non-finite"})
+    assert report["rows"][1]["layout"] == "replicated"
+    assert report["rows"][1]["rel_l2"]["median"] < 0.01
+
+
+@pytest.mark.parametrize("massive", [1.0, 300.0, 3000.0, 30000.0])
+def test_a_corrupt_rank_beside_a_massive_channel(massive: float, net: Net, compare: Compare) -> None:
+    g = torch.Generator().manual_seed(3)
+    training, serving = training_spec(net), serving_spec(net)
+    for name, tensor in training.ranks[0].items():
+        training.ranks[0][name] = tensor.index_fill(1, torch.tensor([11]), massive)
+    noise = 1 + 0.004 * torch.randn(net.streams[3].shape, generator=g)
+    for rank in serving.ranks:
+        rank.update({n: bf16(training.ranks[0][f"boundary.{k}"] * noise) for n, k in zip(rank, USUAL, strict=True)})
+    corrupt = bf16(torch.randn(net.streams[3].shape, generator=g))
+    corrupt[:, 11] = serving.ranks[0]["slot.1"][:, 11]
+    serving.ranks[0]["slot.1"] = corrupt
+    code, report = compare(training, serving)
+    (finding,) = (f for f in report["findings"] if f["severity"] == "error")
+    assert (code, finding["slot"], finding["ranks"]) == (1, 1, [0])
+    assert report["rows"][1]["rel_l2"]["median"] < 0.02
+
+
+def test_one_fault_of_two_ranks_in_one_slot_is_named_for_each(compare: Compare) -> None:
+    net = make_net(tp=4)
+    serving = serving_spec(net, tp=4)
+    serving.ranks[0]["slot.1"].zero_()
+    serving.ranks[0]["slot.1"] = serving.ranks[0]["slot.1"].clone()
+    serving.ranks[1]["slot.1"] = serving.ranks[2]["slot.1"] = bf16(noisy(net.streams[3], 101))
+    del serving.ranks[3]["slot.1"]
+    code, report = compare(training_spec(net), serving)
+    assert code == 1
+    ranks = [finding["ranks"] for finding in report["findings"] if finding["slot"] == 1]
+    assert sorted(ranks) == [[0], [3]]
+
+
+def test_ranks_of_different_dtype_are_refused(net: Net, compare: Compare) -> None:
+    serving = serving_spec(net)
+    serving.ranks[1]["slot.1"] = serving.ranks[1]["slot.1"].float()
+    code, report = compare(training_spec(net), serving)
+    assert code == 2
+    assert "slot.1 is BF16 on rank 0 and F32 on rank 1" in json.dumps(report)

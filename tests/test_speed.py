@@ -76,6 +76,16 @@ def test_progress_adds_up_to_all_of_the_work(sides: tuple[Path, Path]) -> None:
     assert sum(done) == pytest.approx(1)
 
 
+def test_progress_of_shards_is_no_less(tmp_path: Path) -> None:
+    net, done = make_net(), list[float]()
+    spec = serving_spec(net)
+    for number, rank in enumerate(spec.ranks):
+        rank.update({name: tensor[:, 48 * number : 48 * (number + 1)] for name, tensor in rank.items()})
+    report((training_spec(net).write(tmp_path / "training"), spec.write(tmp_path / "serving")), done.append)
+    assert sum(done) == pytest.approx(1)
+    assert done[-1] < 0.5
+
+
 @pytest.mark.parametrize(
     ("patience", "terminal", "shown"), [(0.0, True, True), (60.0, True, False), (0.0, False, False)]
 )

@@ -112,9 +112,9 @@ class _Handle:
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os may be gone when Python ends
         if hasattr(self, "number"):  # it is not open where opening it failed
-            os.close(self.number)
+            close(self.number)
 
 
 def open_tensorfile(path: Path) -> TensorFile:

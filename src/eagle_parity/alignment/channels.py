@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eagle_parity.alignment.views import View, blocks, widened_rows
-from eagle_parity.metrics.channels import ChannelSums, channel_sums
+from eagle_parity.metrics.channels import ChannelSums
 from eagle_parity.metrics.distances import difference_sums, numpy64
 from eagle_parity.metrics.distribution import median
 from eagle_parity.records import IntArray
@@ -22,7 +22,7 @@ def channels_of(view: View, rows: IntArray) -> ChannelSums:
     """What the channels of a tensor are like on some token rows."""
     sums = ChannelSums(view.width)
     for block in blocks(len(rows), view.width, SAMPLE_BYTES):
-        sums.add(channel_sums(widened_rows(view, rows[block], "theirs")))
+        sums.add(widened_rows(view, rows[block], "theirs"))
     return sums
 
 
@@ -39,7 +39,7 @@ def sample_of(view: View, rows: IntArray) -> Sample:
     """Look at some token rows of a tensor, all of them at once."""
     states = widened_rows(view, rows, "theirs")
     channels = ChannelSums(view.width)
-    channels.add(channel_sums(states))
+    channels.add(states)
     states.index_fill_(1, channels.massive(), 0)
     half = len(states) // 2
     *lengths, away = numpy64(difference_sums(states[:half], states[half : 2 * half]))

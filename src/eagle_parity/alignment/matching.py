@@ -158,7 +158,7 @@ def match(
     """Distances of each serving tensor to each boundary of its own width, in one pass over the aligned rows.
 
     `references`: what to measure with all metrics besides. `left_out`: channels of `hidden`-wide tensors that distances
-    leave out. `step` is called with the number of rows done.
+    leave out. `step` is called with the number of rows done, of each tensor.
     """
     asked = References({}, {}, {}) if references is None else references
     found: dict[str, Match] = {}
@@ -199,7 +199,7 @@ def _match(
             [asked.theirs[boundary].massive() for boundary in wanted],
             massive,
         ),
-        step,
+        None if step is None else lambda rows: step(rows * len(ours)),
     )
     places = {boundary: theirs.index(boundary) for boundary in boundaries}
     norms = {boundary: measured.norms[j] for boundary, j in places.items()}

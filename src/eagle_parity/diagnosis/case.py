@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -134,14 +132,14 @@ class Case:
         """The probe rows of a serving tensor, float32 [rows, W]; not to be written to."""
         view = tensor.view
         assert view is not None
-        return self._recent.get(tensor.name, lambda: view.read(self.alignment.serving[self.probe]).float())
+        return self._recent.get(("serving", tensor.name), lambda: view.read(self.alignment.serving[self.probe]).float())
 
     def training_rows(self, boundary: Boundary, rows: IntArray | None = None) -> torch.Tensor:
         """The probe rows (or the given training rows) of a boundary, float32 [rows, W]; not to be written to."""
         view = self.boundaries[boundary]
         if rows is not None:
             return view.read(rows).float()
-        return self._recent.get(boundary, lambda: view.read(self.alignment.training[self.probe]).float())
+        return self._recent.get(("training", boundary), lambda: view.read(self.alignment.training[self.probe]).float())
 
     @cached_property
     def _made(self) -> dict[Callable[[Case], Any], Any]:
@@ -182,24 +180,16 @@ class _Recent:
     KEPT = 4
 
     def __init__(self) -> None:
-        self._held: OrderedDict[object, _Probed] = OrderedDict()
-        self._lock = Lock()
+        self._held: dict[object, _Probed] = {}  # the last one last
 
     def get(self, key: object, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The rows of a tensor, read anew where they are not among the last."""
-        with self._lock:
-            probed = self._held.get(key)
-            if probed is not None:
-                self._held.move_to_end(key)
-                return probed.rows
-        probed = _Probed(read())
-        with self._lock:
-            self._held[key] = probed
-            while len(self._held) > self.KEPT:
-                self._held.popitem(last=False)
+        probed = self._held.pop(key, None) or _Probed(read())
+        self._held[key] = probed
+        while len(self._held) > self.KEPT:
+            del self._held[next(iter(self._held))]
         return probed.rows
 
     def holder(self, rows: torch.Tensor) -> _Probed | None:
         """What holds these very rows."""
-        with self._lock:
-            return next((probed for probed in self._held.values() if probed.rows is rows), None)
+        return next((probed for probed in self._held.values() if probed.rows is rows), None)

@@ -67,12 +67,12 @@ _WEIGHT = {"error": 0, "warning": 1, "info": 2}
 
 
 def _findings(case: Case) -> tuple[Finding, ...]:
-    """All findings, one a fault and slot, errors first and otherwise in order of cause."""
+    """All findings, one a fault, slot and ranks, errors first and otherwise in order of cause."""
     found: dict[tuple[object, ...], Finding] = {}
     for rule in RULES:
         for finding in rule(case):
-            key = (finding.code, finding.slot, finding.ranks if finding.slot is None else None)
-            found.setdefault((*key, finding.message if finding.slot is None else None), finding)
+            key = (finding.code, finding.slot, finding.ranks, finding.message if finding.slot is None else None)
+            found.setdefault(key, finding)
     if any(finding.severity == "error" for finding in found.values()):
         found = {key: f for key, f in found.items() if f.code != "features-match-check-draft"}
     return tuple(sorted(found.values(), key=lambda finding: _WEIGHT[finding.severity]))

@@ -102,4 +102,5 @@ class Limits:
         rows = common.serving[keep], common.training[keep]
         sums = matching.sums(ours, theirs, *rows, massive=self.case.massive, hidden=self.case.hidden_size)
         values = numpy64(sums.rel_l2())
-        return float(np.median(values)), float(np.percentile(values, 99))
+        values = values[~np.isnan(values)]  # rows that hold NaN say nothing of the floor
+        return (float(np.median(values)), float(np.percentile(values, 99))) if len(values) else None

@@ -77,9 +77,10 @@ def _vouched_for(
     from each other, however small they are.
     """
     rows, theirs = case.alignment.serving[probe], case.alignment.training[probe]
-    apart = max(median(spread.rel_l2[rows]) for spread in ranks.spreads)
     hidden = ranks.views[0].width
     tensors = {view.rank: ordinary_rows(view, rows, case.massive, hidden, "states").clone() for view in ranks.views}
+    first, *others = tensors.values()
+    apart = max(median(np.nan_to_num(rel_l2(other, first), nan=np.inf)) for other in others)
     hits: dict[tuple[int, Boundary], float] = {}
     for boundary, view in case.boundaries.items():
         reference = ordinary_rows(view, theirs, case.massive, hidden, "theirs")

@@ -55,13 +55,14 @@ def study(
     hidden = ours.hidden_size or theirs.hidden_size
     names = _tensor_names(training, serving)
 
-    def report(share: float) -> None:
-        if step is not None:
-            step(share)
+    progress = _Progress(step)
+
+    def matched(rows: int) -> None:
+        progress.add((1 - RANKS_SHARE) * rows / (len(names) * len(alignment.serving)))
 
     # Ranks are nearly always the same or nearly so: the first ones are matched while all of them are compared.
     everything = np.arange(len(serving.tokens.token_ids), dtype=np.int64)
-    ranks = begin_ranks(serving, names, everything, hidden, lambda share: report(RANKS_SHARE * share))
+    ranks = begin_ranks(serving, names, everything, hidden, lambda share: progress.add(RANKS_SHARE * share))
     probe = sample(len(alignment.serving), PROBE_ROWS)
     samples = {boundary: sample_of(view, alignment.training[probe]) for boundary, view in boundaries.items()}
     channels = {boundary: found.channels for boundary, found in samples.items()}
@@ -80,16 +81,35 @@ def study(
         remarks=remarks,
     )
     first = _first_ranks(serving, names, alignment.serving)
-    matches = _matches(case, first, channels, lambda rows: report((1 - RANKS_SHARE) * rows / len(alignment.serving)))
+    matches = _matches(case, first, channels, matched)
     studies = ranks()
     limits = Limits(case, floors, {boundary: found.apart for boundary, found in samples.items()})
     sound = {name: sound_of(case, studies[name], limits.estimated(name)) for name in names}
     whole = {name: found.view for name, found in sound.items() if found.view is not None}
     others = {name: view for name, view in whole.items() if not _same_view(view, first.get(name))}
-    matches |= _matches(case, others, channels)
+    matches |= _matches(case, others, channels, matched)
     fair = {name: _fair(case, matches[name], name, view) for name, view in whole.items()}
-    tensors = (tensor_case(case, studies[name], sound[name], fair.get(name, Match({})), limits) for name in names)
+    tensors = [tensor_case(case, studies[name], sound[name], fair.get(name, Match({})), limits) for name in names]
+    progress.finish()
     return replace(case, tensors=tuple(tensors))
+
+
+class _Progress:
+    """Shares of the work done: they add up to 1, whatever has to be done twice or not at all."""
+
+    def __init__(self, step: Callable[[float], None] | None) -> None:
+        self._step, self._left = step, 1.0
+
+    def add(self, share: float) -> None:
+        """So much more is done."""
+        share = min(share, self._left)
+        self._left -= share
+        if self._step is not None and share > 0:
+            self._step(share)
+
+    def finish(self) -> None:
+        """All is done."""
+        self.add(self._left)
 
 
 def _first_ranks(serving: Capture, names: Sequence[str], rows: IntArray) -> dict[str, RankView]:
@@ -111,9 +131,9 @@ def _matches(
     case: Case,
     tensors: Mapping[str, View],
     channels: Mapping[Boundary, ChannelSums],
-    step: Callable[[int], None] | None = None,
+    step: Callable[[int], None],
 ) -> dict[str, Match]:
-    """Match serving tensors. `channels` are the boundaries'. `step` is called with the number of rows done."""
+    """Match serving tensors. `channels` are the boundaries'. `step` is called with the number of tensors' rows done."""
     known = {name: b for name in tensors if (b := case.expected(name)) is not None and b in case.boundaries}
     rows = case.alignment.serving, case.alignment.training
     ours = {name: channels_of(tensors[name], rows[0][case.probe]) for name in known}

@@ -130,6 +130,7 @@ def open_dump(path: Path | str) -> Dump:
     files = _rank_files(path)
     tensors = _ranks(path, files, len(tokens.token_ids))
     _check_slots(path, facts, tensors)
+    _check_dtypes(path, tensors)
     names = {name for held in tensors.values() for name in held}
     numbers = sorted({int(m[2]) for m in map(_TENSOR.fullmatch, names) if m and m[1] == "boundary"})
     return Dump(str(path), replace(facts, boundaries=tuple(numbers)), tokens, tensors, files)
@@ -226,7 +227,7 @@ def _tensors(files: Sequence[TensorFile], count: int) -> dict[str, _Tensor]:
                     f"{file.path}: unknown tensor {name!r}",
                     fix="names are boundary.K, final.norm, slot.J, residual.K and rows",
                 )
-            if len(entry.shape) != 2 or (rows is not None and entry.shape[0] != len(rows)):
+            if len(entry.shape) != 2 or entry.shape[1] == 0 or (rows is not None and entry.shape[0] != len(rows)):
                 raise InputError(
                     f"{file.path}: {name} should be [{count if rows is None else len(rows)}, W], "
                     f"is {list(entry.shape)}",
@@ -281,3 +282,16 @@ def _check_slots(path: Path, facts: Facts, tensors: Mapping[int, Mapping[str, _T
             f"{path}: slot_boundaries names {len(facts.slot_boundaries)} slots, {facts.slots} are stored",
             fix="capture again, or write the manifest as dump format schema 1 says",
         )
+
+
+def _check_dtypes(path: Path, tensors: Mapping[int, Mapping[str, _Tensor]]) -> None:
+    """A tensor is of one dtype on all ranks: ranks are compared bit by bit."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, held in tensors.items():
+        for name, tensor in held.items():
+            other, dtype = first.setdefault(name, (rank, tensor.spec.dtype))
+            if tensor.spec.dtype != dtype:
+                raise InputError(
+                    f"{path}: {name} is {dtype} on rank {other} and {tensor.spec.dtype} on rank {rank}",
+                    fix="start all ranks with one --dtype and capture again",
+                )

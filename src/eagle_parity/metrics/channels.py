@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,15 +10,6 @@ import torch
 from eagle_parity.metrics.threads import scratch
 
 MASSIVE = 10.0  # a channel is massive when its reference RMS is over this many times the median channel's
-
-BlockSums: TypeAlias = "tuple[int, torch.Tensor, torch.Tensor]"
-
-
-def channel_sums(rows: torch.Tensor) -> BlockSums:
-    """Rows, their sum and their sum of squares, of [rows, W] so few rows that their own dtype holds the sums."""
-    ones = rows.new_ones(rows.shape[0])
-    squares = torch.mul(rows, rows, out=scratch("difference", rows.shape, rows.dtype))
-    return rows.shape[0], ones @ rows, ones @ squares  # a product is twice as fast as a sum over rows
 
 
 @dataclass
@@ -35,16 +25,21 @@ class ChannelSums:
         self.total = torch.zeros(self.width, dtype=torch.float64)
         self.square = torch.zeros(self.width, dtype=torch.float64)
 
-    def add(self, sums: BlockSums) -> None:
-        """Take in the sums of a block."""
-        count, total, square = sums
-        self.count += count
+    def add(self, rows: torch.Tensor) -> None:
+        """Take in [rows, W], float32 or float64, so few that float32 is good enough; float64 where it overflows."""
+        ones = rows.new_ones(rows.shape[0])
+        squares = torch.mul(rows, rows, out=scratch("difference", rows.shape, rows.dtype))
+        total, square = ones @ rows, ones @ squares  # a product is twice as fast as a sum over rows
+        if rows.dtype != torch.float64 and not bool(square.isfinite().all()):
+            self.add(rows.double())
+            return
+        self.count += rows.shape[0]
         self.total += total
         self.square += square
 
     def mean(self) -> torch.Tensor:
-        """Mean over tokens, float32 [W]."""
-        return (self.total / max(self.count, 1)).float()
+        """Mean over tokens, float64 [W]."""
+        return self.total / max(self.count, 1)
 
     def massive(self) -> torch.Tensor:
         """Indexes of the massive channels; none, where that cannot be judged."""

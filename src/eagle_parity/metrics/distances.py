@@ -169,7 +169,9 @@ def difference_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a - b, on the CPU in `scratch` memory that the next difference is written to."""
-    return torch.sub(a, b, out=scratch("difference", a.shape, a.dtype)) if a.is_cpu else a - b
+    if not a.is_cpu:
+        return a - b
+    return torch.sub(a, b, out=scratch("difference", a.shape, torch.promote_types(a.dtype, b.dtype)))
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> FloatArray:

@@ -121,14 +121,14 @@ def paired_sums(runs: RunSums, pairs: Pairing, stored: Callable[[int], torch.Ten
     found = pair_sums(total, dots, difference_sq, wide)
     sums = torch.full((3, 4, *difference_sq.shape), torch.nan, dtype=torch.float64, device=dots.device)
     plain, centred, no_massive = sums
-    plain[0], plain[1], plain[3] = found.ours_sq[n - count :], found.theirs_sq[:count], difference_sq
-    plain[2] = dots[n - count :, :count].diagonal().T
+    plain[0], plain[1] = found.ours_sq[n - count :], found.theirs_sq[:count]
+    plain[2], plain[3] = (each[n - count :, :count].diagonal().T for each in (dots, found.difference_sq))
     centred[:2], centred[2], no_massive[:3] = centred_sq.view(2, count, total.shape[1]), centred_dots, plain[:3]
     ours, theirs = left_out[n - count : n], left_out[n : n + count]
     plain += exact_sums(ours, theirs)
     centred += exact_sums(ours - pairs.massive_centres[0], theirs - pairs.massive_centres[1])
     no_massive += exact_sums(ours * pairs.ordinary, theirs * pairs.ordinary)
-    lost = ~(sums[:, :3].isfinite().all(1).all(0) & (sums[PLAIN, :2] >= TINY).all(0))
+    lost = ~(sums[:, :3].isfinite().all(1).all(0) & (sums[[PLAIN, NO_MASSIVE], :2] >= TINY).all(1).all(0))
     for p in lost.any(-1).nonzero().flatten().tolist():
         a, b = (stored(tensor)[lost[p]] for tensor in (n - count + p, n + p))
         sums[:, :, p, lost[p]] = exactly(a, b, pairs, p)

@@ -13,7 +13,7 @@ from eagle_parity.diagnosis.judgement import MIN_ROWS
 from eagle_parity.metrics.channels import MASSIVE
 from eagle_parity.metrics.distances import difference, rel_l2
 from eagle_parity.metrics.distribution import median
-from eagle_parity.metrics.threads import spread
+from eagle_parity.metrics.threads import scratch, spread
 from eagle_parity.records import Boundary
 
 WRONG = 0.5  # of a channel's own size, by which it must be off on most rows
@@ -106,7 +106,7 @@ def some_may_be(serving: torch.Tensor, truth: torch.Tensor) -> bool:
     count = len(truth)
     off = difference(serving, truth).square_()
     top = (off.new_ones(count) @ off).mul_(2 / count).sqrt_() / WRONG
-    size = torch.abs(truth, out=off)
+    size = torch.abs(truth, out=scratch("sizes", truth.shape, truth.dtype))
     low = (size.numpy() <= top.numpy()).view(np.uint8)  # numpy compares at several times the speed of torch
     if bool((low.sum(0, dtype=np.min_scalar_type(count)) >= (count + 1) // 2).any()):
         return True
