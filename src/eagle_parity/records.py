@@ -36,6 +36,11 @@ def boundary_name(boundary: Boundary) -> str:
     return FINAL_NORM if boundary == FINAL_NORM else f"boundary.{boundary}"
 
 
+def boundary_of(name: str) -> Boundary:
+    """The boundary whose `boundary_name` this is."""
+    return FINAL_NORM if name == FINAL_NORM else int(name.removeprefix("boundary."))
+
+
 def slot_name(slot: int) -> str:
     """`slot.J`: the key of a slot in a rank file."""
     return f"slot.{slot}"

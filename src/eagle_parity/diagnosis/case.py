@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eagle_parity.alignment.channels import without
 from eagle_parity.alignment.matching import Comparison, Match
@@ -18,7 +20,7 @@ from eagle_parity.alignment.views import RankView, View
 from eagle_parity.diagnosis.expectation import Expectation
 from eagle_parity.diagnosis.floor import Limit
 from eagle_parity.diagnosis.judgement import Judgement
-from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, Layout, RankMetrics
+from eagle_parity.records import Boundary, Capture, IntArray, Layout, RankMetrics, boundary_of
 
 T = TypeVar("T")
 
@@ -94,6 +96,8 @@ class Case:
     """Indexes into the alignment of the rows that in-memory tests use."""
     massive: torch.Tensor
     """The channels that are massive in any boundary, ascending. Matches leave them out; the others are ordinary."""
+    strata: Mapping[str, NDArray[np.bool_]]
+    """The aligned rows by situation, as masks (see `judgement.strata`)."""
     borrowed: Mapping[Boundary, str] = field(default_factory=dict)
     """Those of `boundaries` that the training side does not store, and the capture that they come from."""
     remarks: tuple[str, ...] = ()
@@ -112,10 +116,10 @@ class Case:
     def expected(self, name: str) -> Boundary | None:
         """The boundary that a tensor should hold, by its name; None for a slot of which nobody says it."""
         kind, _, number = name.partition(".")
-        if kind == "slot":
-            known = self.expectation.boundaries
-            return known[int(number)] if known is not None and int(number) < len(known) else None
-        return FINAL_NORM if kind == "final" else int(number)
+        if kind != "slot":
+            return boundary_of(name)
+        known = self.expectation.boundaries
+        return known[int(number)] if known is not None and int(number) < len(known) else None
 
     def keep_ordinary(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, W] without the massive channels."""

@@ -16,6 +16,7 @@ from eagle_parity.alignment.tokens import align
 from eagle_parity.alignment.views import RankView, View, rank_view
 from eagle_parity.diagnosis.case import PROBE_ROWS, Case
 from eagle_parity.diagnosis.expectation import expect
+from eagle_parity.diagnosis.judgement import strata
 from eagle_parity.diagnosis.limits import Limits
 from eagle_parity.diagnosis.soundness import sound_of
 from eagle_parity.diagnosis.tensor import tensor_case
@@ -77,6 +78,7 @@ def study(
         num_layers=ours.num_layers or theirs.num_layers or max(training.facts.boundaries, default=1),
         probe=probe,
         massive=massive_channels(channels.values(), hidden),
+        strata=strata(serving.tokens.requests, alignment.serving),
         borrowed={boundary: view.capture.path for boundary, view in borrowed.items()},
         remarks=remarks,
     )

@@ -9,7 +9,7 @@ from eagle_parity.alignment.matching import Comparison, Match, sample
 from eagle_parity.alignment.ranks import RankStudy
 from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase
 from eagle_parity.diagnosis.controls import controls
-from eagle_parity.diagnosis.judgement import judge, strata
+from eagle_parity.diagnosis.judgement import judge
 from eagle_parity.diagnosis.limits import Limits
 from eagle_parity.diagnosis.soundness import Sound
 from eagle_parity.metrics.distances import numpy64
@@ -26,7 +26,7 @@ def tensor_case(case: Case, ranks: RankStudy, sound: Sound, match: Match, limits
     judgement = judge(match, expected, bounds, stored=stored)
     parts = tuple(
         judge(match.where(mask), expected, bounds, situation, stored=stored)
-        for situation, mask in strata(case.serving.tokens.requests, alignment.serving).items()
+        for situation, mask in case.strata.items()
         if match.rel_l2
     )
     reference = expected if expected in match.rel_l2 else match.best

@@ -15,7 +15,7 @@ from eagle_parity.errors import InputError
 from eagle_parity.readers.numbering import Block, assumptions
 from eagle_parity.readers.stored import Stored
 from eagle_parity.readers.training import Training
-from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray
+from eagle_parity.records import FINAL_NORM, Boundary, Capture, IntArray, boundary_of
 
 MARGIN = 2.0
 """The runner-up's distance over the best's that is asked for: contrast decides, no absolute threshold."""
@@ -48,7 +48,8 @@ def measure(training: Training, reference: Capture) -> tuple[Established, ...]:
 
     Raises InputError when fewer than 8 rows are common, or the reference's states have another width.
     """
-    names = {_boundary(name): name for name in reference.names(0) if name == FINAL_NORM or name.startswith("boundary.")}
+    stored = (name for name in reference.names(0) if name == FINAL_NORM or name.startswith("boundary."))
+    names = {boundary_of(name): name for name in stored}
     sums: list[dict[Boundary, list[torch.Tensor]]] = [{b: [] for b in names} for _ in training.blocks]
     rows = 0
     for i in range(min(SAMPLES, len(training.units))):
@@ -98,10 +99,6 @@ def establish(training: Training, reference: Capture) -> Training:
         assumptions=assumptions(training.format, blocks, training.model.num_layers),
         notes=(*training.notes, *notes),
     )
-
-
-def _boundary(name: str) -> Boundary:
-    return FINAL_NORM if name == FINAL_NORM else int(name.removeprefix("boundary."))
 
 
 def _common(sample: Stored, reference: Capture) -> list[tuple[IntArray, IntArray]]:

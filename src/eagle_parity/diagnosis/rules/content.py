@@ -16,7 +16,6 @@ import torch
 
 from eagle_parity.alignment.matching import sample
 from eagle_parity.diagnosis.case import PROBE_ROWS, Case, TensorCase, once
-from eagle_parity.diagnosis.judgement import strata
 from eagle_parity.diagnosis.rules import norm, scale
 from eagle_parity.diagnosis.rules.channels import Broken, broken
 from eagle_parity.diagnosis.rules.explanation import Explained, error
@@ -349,7 +348,7 @@ def situations(case: Case) -> Iterator[Finding]:
         if tensor.judgement.status == "ok" and tensor.partial is None and tensor.name not in explained(case)
     ]
     found: dict[str, Finding] = {}
-    for name, mask in strata(case.serving.tokens.requests, case.alignment.serving).items():
+    for name, mask in case.strata.items():
         rows = np.flatnonzero(mask)
         part = replace(case, probe=rows[sample(len(rows), PROBE_ROWS)])
         for tensor in sound:
